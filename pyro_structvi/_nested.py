@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 def map_nested(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply a function to each tensor; any mapping, such as a ``BatchEncoding``, becomes a dict.
-
-    Args:
-        function: From a tensor to anything.
-        value: A tensor, or tensors in mappings, lists and tuples; other values stay.
-    """
+    """Apply a function to each tensor; any mapping, such as a ``BatchEncoding``, becomes a dict."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):

@@ -16,7 +16,7 @@ from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.posterior.inference_data import pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode
-from pyro_structvi.sites.joint_posterior import in_one_pass
+from pyro_structvi.sites.site_posterior import in_one_pass
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.dropout import BernoulliDropout
 from pyro_structvi.structures.ensemble import Members, PointMixture

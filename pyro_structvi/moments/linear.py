@@ -16,8 +16,8 @@ from pyro_structvi.maps.calls import Application, Lookup
 from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
 from pyro_structvi.moments.nonlinear import NODES, averages
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings, moments, settings_of, total
-from pyro_structvi.sites.joint_posterior import JointPosterior
 from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.site_posterior import JointPosterior
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal

@@ -30,7 +30,7 @@ from pyro_structvi.nn.priors import (
     TiedPrior,
     check_patterns,
     leaves_out,
-    matches,
+    matching,
     resolve_prior,
     sample_from,
 )
@@ -41,12 +41,11 @@ from pyro_structvi.nn.random_module import (
     refuse_outside,
     sample_every_site,
 )
-from pyro_structvi.nn.rank_one import RankOne, RankOneLayer
-from pyro_structvi.nn.walsh_hadamard import WalshHadamard, WalshHadamardLayer
+from pyro_structvi.nn.rank_one import FactorLayer, RankOne
+from pyro_structvi.nn.walsh_hadamard import WalshHadamard
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
 
 
 class PointEstimateWarning(UserWarning):
@@ -64,13 +63,11 @@ def bayesianize(
     """Return a copy of a net whose weights are sample sites with priors.
 
     The given net does not change. Its weights are shared as initial means of a guide, and its frozen
-    parameters as buffers, so a large frozen base takes its memory once, and loading a state dict writes
-    into it. A weight shared by several modules becomes one site. Priors are buffers: ``.to()``,
-    ``.double()`` and state dicts include them.
+    parameters as buffers: a large frozen base takes its memory once, and loading a state dict writes
+    into it. A weight shared by several modules becomes one site. Priors are buffers.
 
     Args:
-        net: Any module, a bare ``nn.Linear`` too. The result of ``torch.compile`` is unwrapped; ``fit``
-            compiles its own steps.
+        net: Any module; the result of ``torch.compile`` is unwrapped.
         prior: The prior of the weights: a standard deviation, as a number or a tensor with an entry for
             each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a distribution of single
             elements or of all elements together; a function ``(name, parameter) -> prior``; or a mapping
@@ -83,15 +80,15 @@ def bayesianize(
             name of a bare layer is "".
 
     Returns:
-        A ``PyroModule`` with the call signature of the net, for use under Pyro's handlers. Elsewhere its
-        random parameters have no values, and reading them raises an error.
+        A ``PyroModule`` with the call signature of the net. Outside of Pyro's handlers its random
+        parameters have no values, and reading them raises an error.
 
     Raises:
         TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
         ValueError: If the net has no weights or uninitialized lazy weights, a prior does not fit or
-            needs an unknown fan-in, a pattern matches no parameter or no module that fits, a layer to be
-            replaced shares its weight with another, or a weight is under spectral normalization or made
-            orthogonal by Householder reflections.
+            needs an unknown fan-in, a pattern matches nothing that fits, a layer to be replaced shares
+            its weight with another, or a weight is under spectral normalization or made orthogonal by
+            Householder reflections.
 
     Example:
         >>> import torch
@@ -118,7 +115,7 @@ def bayesianize(
     replaced = {  # with priors of the layers
         id(parameter)
         for module in net.modules()
-        if id(module) in converted or isinstance(module, _FACTOR_LAYERS)
+        if id(module) in converted or isinstance(module, FactorLayer)
         for parameter in module.parameters()
     }
     priors, points = _find_priors(net, prior, normalization, replaced)
@@ -142,22 +139,14 @@ def bayesianize(
 class LastLayer(PyroModule):
     """A Bayesian last layer: features are point estimates, and the last layer has a prior.
 
-    The outputs are normal under any posterior with a normal image, so the bound has no noise with
-    ``StructuredELBO(estimator="moments")``, or ``"bound"`` for classes, and the only error of
-    ``predict_moments(...)`` is the quadrature over the likelihood.
+    The outputs are normal, so the bound has no noise with ``StructuredELBO(estimator="moments")``, or
+    ``"bound"`` for classes, and ``predict_moments`` has no error but that of a quadrature.
 
     Args:
         features: From inputs to features ``(batch, ..., in)``; trained along with the posterior.
         head: The last layer, from features to outputs; it is copied.
         prior: As for :func:`bayesianize`.
         frozen: Whether the features are in evaluation mode and without gradients.
-
-    Attributes:
-        features: The given module.
-        head: The last layer with its sample sites.
-
-    Raises:
-        TypeError: If ``features`` or ``head`` is no module.
 
     Example:
         >>> import torch
@@ -198,14 +187,7 @@ class LastLayer(PyroModule):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a parameter.
-
-    Attributes:
-        fan_in: The number of terms in an output; 0 for parameters that multiply no input, such as
-            biases; None if unknown.
-        input_dim: The dimension of the input channels; None if there is none, or unknown.
-        groups: The number of groups of input channels with separate outputs.
-    """
+    """The layout of a parameter, as in a ``LatentSite``."""
 
     fan_in: float | None = None
     input_dim: int | None = None
@@ -330,9 +312,18 @@ def _convert_layers(
     net: nn.Module, layers: Mapping[str, RankOne | WalshHadamard], prior: Prior
 ) -> dict[int, Any]:
     """Return the new layers, by the identity of the replaced modules."""
+    modules = dict(net.named_modules(remove_duplicate=False))
     chosen: dict[int, tuple[nn.Module, RankOne | WalshHadamard]] = {}
     for pattern, layer in layers.items():
-        for module in _find_fitting(net, pattern, layer):
+        found = matching(pattern, modules, "layers", "modules")
+        fitting = [modules[name] for name in found if layer.fits(modules[name])]
+        if not fitting:
+            kinds = {name: type(modules[name]).__name__ for name in found}
+            raise ValueError(
+                f"{layer} needs {layer.needs}, but the pattern '{pattern}' of `layers` matches only "
+                f"{kinds}."
+            )
+        for module in fitting:
             chosen.setdefault(id(module), (module, layer))
     names = {id(module): name for name, module in net.named_modules()}
     owners = Counter(id(value) for part in net.modules() for _, value in _own_parameters(part))
@@ -347,23 +338,6 @@ def _convert_layers(
     }
 
 
-def _find_fitting(net: nn.Module, pattern: str, layer: RankOne | WalshHadamard) -> list[nn.Module]:
-    modules = dict(net.named_modules(remove_duplicate=False))
-    matching = {name: module for name, module in modules.items() if matches(name, pattern)}
-    fitting = [module for module in matching.values() if layer.fits(module)]
-    if not matching:
-        raise ValueError(
-            f"The pattern '{pattern}' of `layers` matches none of the modules {list(modules)}."
-        )
-    if not fitting:
-        kinds = {name: type(module).__name__ for name, module in matching.items()}
-        raise ValueError(
-            f"{layer} needs {layer.needs}, but the pattern '{pattern}' of `layers` matches only "
-            f"{kinds}."
-        )
-    return fitting
-
-
 # ---- the copy with sites -------------------------------------------------------------------------
 
 
@@ -373,41 +347,29 @@ def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
         for attribute, parameter in _own_parameters(module):
             if id(parameter) not in sampled:
                 continue
-            steps: list[Any] = [
-                hook
-                for hook in forward_hooks(module)
-                if f"{getattr(hook, 'name', None)}_orig" == attribute
-            ]
+            hooks = forward_hooks(module)
+            steps = [hook for hook in hooks if f"{getattr(hook, 'name', None)}_orig" == attribute]
+            full_name = f"{name}.{attribute}".removeprefix(".")
             for step in module if isinstance(module, ParametrizationList) else steps:
                 if isinstance(step, (SpectralParametrization, SpectralNorm)):
-                    reason = (
-                        "is under `spectral_norm`, which divides a draw by a norm that it estimated "
-                        "from other draws. Remove it, with `remove_parametrizations` of "
-                        "`torch.nn.utils.parametrize` or `torch.nn.utils.remove_spectral_norm`, or "
-                        "freeze the weight"
+                    raise ValueError(
+                        f"The weight of the parameter '{full_name}' is under `spectral_norm`, which "
+                        "divides a draw by a norm that it estimated from other draws. Remove it, with "
+                        "`remove_parametrizations` of `torch.nn.utils.parametrize` or "
+                        "`torch.nn.utils.remove_spectral_norm`, or freeze the weight."
                     )
-                elif is_householder(step):
-                    reason = (
-                        "is under `orthogonal` by Householder reflections, which turns columns of a "
-                        'draw into zeros. Pass `orthogonal_map="cayley"` or "matrix_exp" to '
-                        "`orthogonal`"
+                if is_householder(step):
+                    raise ValueError(
+                        f"The weight of the parameter '{full_name}' is under `orthogonal` by "
+                        "Householder reflections, which turns columns of a draw into zeros. Pass "
+                        '`orthogonal_map="cayley"` or "matrix_exp" to `orthogonal`.'
                     )
-                else:
-                    continue
-                full_name = f"{name}.{attribute}".removeprefix(".")
-                raise ValueError(f"The weight of the parameter '{full_name}' {reason}.")
 
 
 def _copy_with_sites(
     net: nn.Module, priors: dict[int, Any], converted: dict[int, Any]
 ) -> PyroModule:
-    """Return a copy with sites, which shares sampled and frozen parameters with the net.
-
-    Args:
-        net: A module with initialized weights.
-        priors: Priors of parameters, by identity.
-        converted: New layers, by the identity of the replaced modules.
-    """
+    """Return a copy with sites, which shares sampled and frozen parameters with the net."""
     memo: dict[int, Any] = {
         id(parameter): parameter
         for parameter in net.parameters()
@@ -444,7 +406,7 @@ def _copy_with_sites(
 def _leave_fast_path(bayes_net: PyroModule) -> None:
     """Let encoders call their layers: in evaluation mode torch applies the weights of the layers."""
     for module in bayes_net.modules():
-        if not any(isinstance(part, _FACTOR_LAYERS) for part in module.modules()):
+        if not any(isinstance(part, FactorLayer) for part in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0

@@ -1,4 +1,4 @@
-"""Likelihoods around a net."""
+"""Likelihoods around a net: their base, and likelihoods of classes and labels."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -6,17 +6,21 @@ from contextlib import nullcontext
 from typing import Annotated, Any, Literal
 
 import pyro
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from pyro_structvi._checks import (
     NO_CLASS,
     Count,
     brief,
+    check_finite,
     check_no_nan,
+    check_positive,
     check_same_kind,
     check_shape,
     check_support,
@@ -57,9 +61,11 @@ class Likelihood(RandomModule):
         standardize: Training inputs ``(N, ...)``; the net has inputs less their means over N, divided by
             their standard deviations, which are buffers ``input_mean`` and ``input_scale``.
 
+    Raises:
+        ValueError: If ``num_data`` is not at least 1.
+        TypeError: If ``net`` is not a module.
+
     Attributes:
-        num_data: The number of training examples; None as long as it is unknown.
-        is_num_data_given: Whether the user gave it.
         terms: The outputs in each term of an example's log likelihood, for expectations by quadrature:
             single outputs, "elements"; "pairs" of an output in the first half of the last dimension and
             an output in the second half; or the whole "last dimension", which always holds.
@@ -83,7 +89,7 @@ class Likelihood(RandomModule):
         self.num_data = num_data
 
     def forward(self, x: Any, y: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """Run the net, and sample or observe the site ``obs``.
+        """Run the net, sample or observe the site ``obs``, and return the result of :meth:`observe`.
 
         Args:
             x: The net's input, first dimension the batch; a mapping, such as a ``BatchEncoding``, gives
@@ -92,28 +98,19 @@ class Likelihood(RandomModule):
             weights: Weights of the examples' log likelihoods ``(batch,)``, not negative; 1 when None. An
                 example of weight 2 counts twice.
 
-        Returns:
-            The result of :meth:`observe` on the net's output.
-
         Raises:
             ValueError: If the net's output or ``y`` has a wrong shape or dtype.
         """
         with naming("x", x):
             output, plates = self.run_net(x)
-            with (
-                nullcontext()
-                if weights is None
-                else _Weighed(weights, output, output.shape[plates])
-            ):
+            size = output.shape[plates]
+            with nullcontext() if weights is None else _Weighed(weights, output, size):
                 return self.observe(output, plates, y)
 
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         """Return a lower bound of each example's expected log likelihood, in closed form.
 
-        Args:
-            mean: Means of normal outputs, ``(batch, ...)``.
-            variance: Their variances.
-            y: Observations.
+        ``mean`` and ``variance`` are those of normal outputs, ``(batch, ...)``.
 
         Raises:
             NotImplementedError: If this likelihood has no such bound.
@@ -130,9 +127,6 @@ class Likelihood(RandomModule):
             output: The output, ``(*plates, batch, ...)``.
             plates: Number of leading dimensions from vectorized plates around the model.
             y: Observations without those dimensions, or None.
-
-        Returns:
-            The return value of the model.
         """
         raise NotImplementedError
 
@@ -163,21 +157,16 @@ class Likelihood(RandomModule):
             if not values.is_floating_point() or not values.dim() or len(values) < 2:
                 raise ValueError(
                     "`standardize` must hold training data, floating-point tensors of at least two "
-                    f"examples, but got a tensor of shape {shape_text(values.shape)} and dtype "
-                    f"{values.dtype}."
+                    f"examples, but got {brief(values)}."
                 )
             check_no_nan("standardize", values)
-            if not bool(values.isfinite().all()):
-                raise ValueError(
-                    "`standardize` must be finite, but holds infinity. Drop those rows."
-                )
+            check_finite("standardize", values)
             mean, scale = values.mean(0), values.std(0, correction=0)
             scale = torch.where(scale > 0, scale, 1.0)
         self.register_buffer(f"{name}_mean", mean)
         self.register_buffer(f"{name}_scale", scale)
 
     def _standardized(self, x: Any) -> Any:
-        """Return inputs in standard units."""
         if self.input_mean is None:
             return x
         if not isinstance(x, Tensor):
@@ -217,11 +206,17 @@ class Likelihood(RandomModule):
             y = y.to(output.dtype)
             check_same_kind("y", y, "net(x)", output)
         event = output.dim() - plates - 1
-        self._observe(finite_likelihood(lambda: make(output).to_event(event)), y)
+        self._observe(lambda: make(output).to_event(event), y)
         return output
 
-    def _observe(self, likelihood: Any, y: Tensor | None, weights: Tensor | None = None) -> None:
+    def _observe(
+        self, make: Callable[[], Any], y: Tensor | None, weights: Tensor | None = None
+    ) -> None:
         """Observe a batch, scaled to the data set; without ``y`` the site is still no latent site."""
+        try:
+            likelihood = make()
+        except ValueError:  # the error of torch prints all parameters
+            raise ValueError("The net's output for `x` must be finite, but holds a NaN.") from None
         size = likelihood.batch_shape[-1]
         unseen = y is None or y.is_meta or inside_transform() or is_recording()
         if y is not None and not unseen and validates(None):
@@ -268,29 +263,11 @@ def _check_net(net: nn.Module) -> nn.Module:
     return net
 
 
-def finite_likelihood(make: Callable[[], Any]) -> Any:
-    """Make a likelihood with a short error; the error of torch prints all parameters."""
-    try:
-        return make()
-    except ValueError:
-        raise ValueError("The net's output for `x` must be finite, but holds a NaN.") from None
-
-
 def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """Run a net, by :func:`torch.func.vmap` if plates around the model vectorize draws of its weights.
+    """Return outputs ``(*plates, batch, ...)`` of a net and the number of plates around the model.
 
-    The value of a site in such plates is ``(*plates, 1, *shape)``, with a 1 for the plate of the data,
-    or ``(*plates, *shape)`` in ``Predictive``.
-
-    Args:
-        net: The net; its sample sites are declared by its modules.
-        call: Runs it once, on the same input for all draws.
-
-    Returns:
-        The outputs ``(*plates, batch, ...)``, and the number of plate dimensions.
-
-    Raises:
-        RuntimeError: If vmap cannot vectorize the net, as with updates of running statistics.
+    A site in such plates has the value ``(*plates, 1, *shape)``, with a 1 for the plate of the data, or
+    ``(*plates, *shape)`` in ``Predictive``.
     """
     plates = plates_around()
     if not plates or not isinstance(net, PyroModule):
@@ -319,26 +296,16 @@ def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, i
 
 def call_net(net: nn.Module, x: Any) -> Any:
     """Call a net with an input; a mapping gives keyword arguments if ``forward`` has their names."""
-    return net(**x) if isinstance(x, Mapping) and _takes_keywords(net, x) else net(x)
-
-
-def _takes_keywords(net: nn.Module, x: Mapping[Any, Any]) -> bool:
+    if not isinstance(x, Mapping):
+        return net(x)
     parameters = inspect.signature(net.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return all(isinstance(key, str) for key in x)
-    return set(x) <= set(parameters)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    fits = all(isinstance(key, str) for key in x) if takes_any else set(x) <= set(parameters)
+    return net(**x) if fits else net(x)
 
 
 def read_output(result: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
-    """Return the tensor in a net's return value.
-
-    Args:
-        result: A tensor, or an object with ``logits``, such as a ``ModelOutput``.
-        output: From any other return value to the tensor, or None.
-
-    Raises:
-        TypeError: If there is no tensor.
-    """
+    """Return the tensor in a net's return value."""
     found = output(result) if output is not None else getattr(result, "logits", result)
     if isinstance(found, Tensor):
         return found
@@ -347,3 +314,199 @@ def read_output(result: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
         f"{source} must return a tensor, or an object with `logits`, but got {brief(found)}. Pass "
         "`output=lambda result: ...`, a function from the return value of the net to the tensor."
     )
+
+
+# ---- classes -------------------------------------------------------------------------------------
+
+
+class Classifier(Likelihood):
+    """A net as a model of classes: ``y_n ~ Categorical(softmax(net(x_n)))``.
+
+    Args:
+        net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch, classes)``.
+        num_data: Number of training examples; the log likelihood of a batch is multiplied by
+            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
+        output: From the net's return value to the logits; by default a tensor, or its ``logits``.
+        class_weights: Weights of the log likelihoods of each class, ``(classes,)``, as ``weight`` of
+            ``torch.nn.CrossEntropyLoss``: ``N / (classes * counts)`` balances classes. Predictive
+            densities have no weights.
+        standardize: Training inputs; the net has standardized ones, see :class:`Likelihood`.
+
+    Raises:
+        ValueError: If a weight is not positive.
+
+    Example:
+        >>> from pyro.infer import Predictive
+        >>> from pyro_structvi import bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5])
+    """
+
+    @checked
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        output: Output | None = None,
+        *,
+        class_weights: Tensor | None = None,
+        standardize: Tensor | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output, standardize)
+        if class_weights is not None:
+            check_positive("class_weights", class_weights)
+            check_shape("class_weights", class_weights, [class_weights.numel()], "(classes,)")
+        self.register_buffer("class_weights", class_weights)
+
+    def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        r"""Return Jensen's bound, :math:`m_y - \log \sum_c \exp(m_c + v_c / 2)`, ``(batch,)``.
+
+        The logits are normal with means m and variances v.
+
+        References:
+            Harrison, Willes and Snoek (2024), "Variational Bayesian last layers", Sec. 3.2.
+        """
+        chosen = mean.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        return chosen - (mean + 0.5 * variance).logsumexp(-1)
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe classes ``(batch,)``, integers, and return the logits."""
+        self._check_classes(output, plates, y, "batch")
+        weights = self.class_weights
+        if weights is not None:
+            check_shape("class_weights", weights, output.shape[-1:], "(classes,)")
+            # The likelihood refuses classes out of range.
+            weights = None if y is None else weights[y.clamp(0, len(weights) - 1)]
+        self._observe(lambda: dist.Categorical(logits=output), y, weights)
+        return output
+
+
+class BinaryClassifier(Likelihood):
+    """A net as a model of binary targets: ``y_n ~ Bernoulli(sigmoid(net(x_n)))``.
+
+    Several outputs are labels, independent given the weights (multi-label classification).
+
+    Args:
+        net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch,)`` or
+            ``(batch, labels)``.
+        num_data: As for :class:`Classifier`.
+        output: As for :class:`Classifier`.
+
+    Example:
+        >>> from pyro.infer import Predictive
+        >>> from pyro_structvi import bayesianize
+        >>> model = BinaryClassifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 3])
+    """
+
+    terms: Terms = "elements"
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe zeros and ones in any dtype, and return the logits."""
+        return self._observe_numbers(
+            lambda logits: dist.Bernoulli(logits=logits), output, plates, y
+        )
+
+
+class TokenClassifier(Likelihood):
+    """A net as a model of one class for each token: ``y_nt ~ Categorical(softmax(net(x_n)_t))``.
+
+    For language models and tags of words. Tokens of the class ``ignore_index``, such as padding, have no
+    likelihood.
+
+    Args:
+        net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch, length, classes)``.
+        num_data: Number of training sequences, as for :class:`Classifier`.
+        ignore_index: The class of ignored tokens.
+        shift: Whether the logits at a token predict the next token, as in causal language models. Then
+            ``y`` are the tokens, the last logits are dropped, and ``predict`` scores ``y[:, 1:]``.
+        output: As for :class:`Classifier`.
+
+    Example:
+        >>> from pyro.infer import Predictive
+        >>> from pyro_structvi import bayesianize
+        >>> net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+        >>> model = TokenClassifier(bayesianize(net, prior=1.0), num_data=100, shift=True)
+        >>> Predictive(model, num_samples=3)(torch.zeros(2, 5, dtype=torch.long))["obs"].shape
+        torch.Size([3, 2, 4])
+    """
+
+    @checked
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        ignore_index: int = -100,
+        shift: bool = False,
+        output: Output | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output)
+        self.ignore_index, self.shift = ignore_index, shift
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe classes ``(batch, length)``, integers; return the logits, shifted."""
+        self._check_classes(output, plates, y, "batch", "length")
+        logits = output
+        if self.shift:
+            logits, y = logits[..., :-1, :], None if y is None else y[:, 1:]
+        options: dict[str, Any] = {"logits": logits, "ignore_index": self.ignore_index}
+        self._observe(lambda: PaddedCategorical(**options).to_event(1), y)
+        return logits
+
+
+class PaddedCategorical(dist.Categorical):
+    """A categorical distribution that ignores one value.
+
+    Args:
+        probs: Probabilities ``(*batch, classes)``.
+        logits: Logits in their place.
+        ignore_index: The value whose log probability is zero.
+        validate_args: Whether to check arguments and values; the setting of Pyro when None.
+
+    Example:
+        >>> import torch
+        >>> tokens = PaddedCategorical(logits=torch.zeros(3, 2), ignore_index=-100)
+        >>> tokens.log_prob(torch.tensor([0, 1, -100]))
+        tensor([-0.6931, -0.6931,  0.0000])
+    """
+
+    def __init__(
+        self,
+        probs: Tensor | None = None,
+        logits: Tensor | None = None,
+        ignore_index: int = -100,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.ignore_index = ignore_index
+        super().__init__(probs=probs, logits=logits, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        """Return this distribution with a larger batch shape, sharing memory."""
+        new = self._get_checked_instance(type(self), _instance)
+        new.ignore_index = self.ignore_index
+        return super().expand(batch_shape, new)
+
+    @constraints.dependent_property(is_discrete=True, event_dim=0)
+    def support(self) -> constraints.Constraint:
+        """Classes and the ignored value."""
+        return _ClassOr(self.ignore_index, super().support)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return log probabilities of the values' shape, zero for ignored values."""
+        ignored = value == self.ignore_index
+        log_probs: Tensor = super().log_prob(value.masked_fill(ignored, 0))
+        return log_probs.masked_fill(ignored, 0.0)
+
+
+class _ClassOr(constraints.Constraint):
+    is_discrete = True
+
+    def __init__(self, ignore_index: int, classes: constraints.Constraint) -> None:
+        self.ignore_index, self.classes = ignore_index, classes
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        is_class: Tensor = self.classes.check(value)
+        return is_class | (value == self.ignore_index)

@@ -1,7 +1,7 @@
 """Priors of weights, and their sample sites."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
@@ -61,12 +61,7 @@ class FanIn(CheckedFields):
     fan_in: Positive | None = None
 
     def standard_deviation(self, parameter: Tensor, fan_in: float | None = None) -> float:
-        """Return the standard deviation of each element of a parameter.
-
-        Args:
-            parameter: The parameter.
-            fan_in: Its fan-in, 0 for a vector; when None, the fan-in of a weight ``(out, *rest)``.
-        """
+        """Return the standard deviation of each element; ``fan_in`` is 0 for a vector."""
         check("parameter", parameter, Tensor)
         check("fan_in", fan_in, NonNegative | None)
         if self.fan_in is not None:
@@ -84,10 +79,8 @@ class HierarchicalScale(CheckedFields):
 
     A parameter ``weight`` has a second site ``weight_scale``, so that each layer learns the size of its
     weights. The KL of the weight given a draw of the scale has a closed form, and so has the KL of the
-    scale if its prior is log-normal, like its posterior.
-
-    Not for point estimates of both: unless the prior of the scale vanishes at zero, which a half-Cauchy
-    does not, their density is unbounded as weights and scale approach zero together.
+    scale if its prior is log-normal, like its posterior. Point estimates of both have an unbounded
+    density unless the prior of the scale vanishes at zero, which a half-Cauchy does not.
 
     Args:
         prior: The distribution of the scale, over positive numbers. Its batch shape broadcasts to the
@@ -114,20 +107,17 @@ class HierarchicalScale(CheckedFields):
     fan_in: bool | Positive = False
 
     def __post_init__(self) -> None:
-        """Check the prior."""
         super().__post_init__()
+        text = (
+            "`prior` must be a distribution over positive numbers, such as `dist.HalfCauchy(1.0)`, but "
+            f"got {brief(self.prior)}"
+        )
         if not isinstance(self.prior, torch.distributions.Distribution):
-            raise TypeError(
-                "`prior` must be a distribution over positive numbers, such as "
-                f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)}."
-            )
+            raise TypeError(f"{text}.")
         support = base_of(self.prior).support
         lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
         if support.is_discrete or not bool((lower >= 0).all()):
-            raise ValueError(
-                "`prior` must be a distribution over positive numbers, such as "
-                f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)} over {self.prior.support}."
-            )
+            raise ValueError(f"{text} over {self.prior.support}.")
 
 
 Prior = (
@@ -144,44 +134,33 @@ Prior = (
 
 def leaves_out(prior: Prior, name: str) -> bool:
     """Whether a prior is None for a parameter, by its name."""
-    if isinstance(prior, Mapping):
-        return any(leaves_out(prior[key], name) for key in _first_match(prior, name))
+    while isinstance(prior, Mapping):
+        pattern = next((pattern for pattern in prior if matches(name, pattern)), None)
+        if pattern is None:
+            return False
+        prior = prior[pattern]
     return prior is None
 
 
-def check_patterns(prior: Prior, names: Collection[str]) -> None:
+def matching(pattern: str, names: Iterable[str], argument: str, kind: str) -> list[str]:
+    """Return the names that a pattern of an argument matches; raise a ``ValueError`` for none."""
+    names = list(names)
+    found = [name for name in names if matches(name, pattern)]
+    if not found:
+        raise ValueError(
+            f"The pattern '{pattern}' of `{argument}` matches none of the {kind} {names}."
+        )
+    return found
+
+
+def check_patterns(prior: Prior, names: Iterable[str]) -> None:
     """Raise a ``ValueError`` if a pattern of a prior matches none of the names of parameters."""
     for pattern, own in prior.items() if isinstance(prior, Mapping) else ():
-        matching = [name for name in names if matches(name, pattern)]
-        if not matching:
-            raise ValueError(
-                f"The pattern '{pattern}' of `prior` matches none of the parameters {list(names)}."
-            )
-        check_patterns(own, matching)
-
-
-def _first_match(prior: Mapping[str, Any], name: str) -> list[str]:
-    """Return a list of the first pattern that matches a parameter, or an empty list."""
-    return [pattern for pattern in prior if matches(name, pattern)][:1]
+        check_patterns(own, matching(pattern, names, "prior", "parameters"))
 
 
 def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None = None) -> Any:
     """Return the distribution of a parameter.
-
-    Args:
-        prior: As for :func:`~pyro_structvi.bayesianize`.
-        name: The parameter's name.
-        parameter: The parameter.
-        fan_in: Its fan-in, 0 for a vector; None if unknown, or if the shape defines it.
-
-    Returns:
-        A distribution of single elements that broadcasts to the parameter, or of all elements, with its
-        dtype and device; or a :class:`HierarchicalScale` with such a distribution; or None.
-
-    Raises:
-        ValueError: If a standard deviation is not positive or does not fit, no pattern matches, or a
-            prior needs an unknown fan-in.
-        TypeError: If the prior has another type.
 
     Example:
         >>> resolve_prior({"*.bias": 1.0, "*": FanIn()}, "0.weight", torch.zeros(3, 16)).scale
@@ -196,8 +175,9 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
             "net keep real and imaginary parts, and call `torch.view_as_complex` on them."
         )
     if isinstance(prior, Mapping):
-        for pattern in _first_match(prior, name):
-            return resolve_prior(prior[pattern], name, parameter, fan_in)
+        for pattern in prior:
+            if matches(name, pattern):
+                return resolve_prior(prior[pattern], name, parameter, fan_in)
         raise ValueError(
             f"No pattern of the prior {list(prior)} matches the parameter '{name}'. Add one, for "
             "instance {'*': 1.0} as the last."
@@ -285,58 +265,47 @@ def argument_names(prior: Any) -> list[str]:
 
 
 class BufferedPrior:
-    """A prior whose arguments are buffers of its module; Pyro calls it with the module."""
+    """A prior whose tensors are buffers of its module; Pyro calls it with the module.
 
-    def __init__(self, attribute: str, prior: Any, shape: torch.Size) -> None:
+    A prior of single elements has buffers named after its arguments. A prior over all elements together,
+    such as the posterior of earlier data, numbers them in the order of the distribution's attributes.
+    """
+
+    def __init__(self, module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
+        is_whole = len(prior.event_shape) > 0
+        tensors: dict[Any, Tensor] = (
+            dict(enumerate(tensors_of(prior)))
+            if is_whole
+            else {key: getattr(prior, key) for key in argument_names(prior)}
+        )
+        self.buffers = {str(key): f"{attribute}_prior_{key}" for key in tensors}
+        for key, value in tensors.items():
+            module.register_buffer(f"{attribute}_prior_{key}", value.detach().clone())
         self.kind = type(prior)
-        self.buffers = {key: f"{attribute}_prior_{key}" for key in argument_names(prior)}
+        self.template = map_tensors(prior, lambda tensor: tensor.to("meta")) if is_whole else None
         self.shape = shape
         self._built: tuple[list[Tensor], Any] | None = None
 
-    def values(self, prior: Any) -> dict[str, Tensor]:
-        """Return the values of the buffers for a prior."""
-        return {buffer: getattr(prior, key) for key, buffer in self.buffers.items()}
-
-    def _build(self, arguments: list[Tensor]) -> Any:
-        named = dict(zip(self.buffers, arguments, strict=True))
-        prior = self.kind(**named, validate_args=False).expand(self.shape)
-        return prior.to_event(len(self.shape))
-
     def __call__(self, module: PyroModule) -> Any:
         """Return the prior, built again only after a buffer was replaced."""
-        arguments: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
-        if self._built is not None and all(
-            old is new for old, new in zip(self._built[0], arguments, strict=True)
+        values: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
+        if self._built is None or any(
+            old is not new for old, new in zip(self._built[0], values, strict=True)
         ):
-            return self._built[1]
-        self._built = (arguments, self._build(arguments))
+            self._built = values, self._build(values)
         return self._built[1]
+
+    def _build(self, values: list[Tensor]) -> Any:
+        if self.template is not None:
+            following = iter(values)
+            return map_tensors(self.template, lambda _: next(following))
+        arguments = dict(zip(self.buffers, values, strict=True))
+        prior = self.kind(**arguments, validate_args=False).expand(self.shape)
+        return prior.to_event(len(self.shape))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the distribution, whose tensors belong to the module."""
         return {**self.__dict__, "_built": None}
-
-
-class WholePrior(BufferedPrior):
-    """A prior over all elements of a parameter together, such as the posterior of earlier data.
-
-    Its tensors are buffers, numbered in the order of the distribution's attributes.
-    """
-
-    def __init__(self, attribute: str, prior: Any) -> None:
-        self.template = map_tensors(prior, lambda tensor: tensor.to("meta"))
-        self.buffers = {
-            str(number): f"{attribute}_prior_{number}" for number in range(len(tensors_of(prior)))
-        }
-        self._built = None
-
-    def values(self, prior: Any) -> dict[str, Tensor]:
-        """Return the values of the buffers for a prior."""
-        return dict(zip(self.buffers.values(), tensors_of(prior), strict=True))
-
-    def _build(self, arguments: list[Tensor]) -> Any:
-        values = iter(arguments)
-        return map_tensors(self.template, lambda _: next(values))
 
 
 class ScaledPrior:
@@ -379,17 +348,7 @@ class TiedPrior:
 
 
 def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
-    """Turn an attribute of a module into a sample site, in place of a parameter.
-
-    Args:
-        module: The module.
-        attribute: The attribute's name.
-        prior: The result of :func:`resolve_prior`.
-        shape: The shape of a value.
-
-    Raises:
-        ValueError: If the module has an attribute with the name of the scale's site.
-    """
+    """Turn an attribute of a module into a sample site, in place of a parameter."""
     if isinstance(prior, HierarchicalScale):
         scale = f"{attribute}_scale"
         if hasattr(module, scale):
@@ -403,8 +362,4 @@ def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Siz
         own = ScaledPrior(scale, factor, prior.prior.batch_shape, shape)
         setattr(module, attribute, PyroSample(own))
         return
-    is_whole = len(prior.event_shape) > 0
-    buffered = WholePrior(attribute, prior) if is_whole else BufferedPrior(attribute, prior, shape)
-    for buffer, value in buffered.values(prior).items():
-        module.register_buffer(buffer, value.detach().clone())
-    setattr(module, attribute, PyroSample(buffered))
+    setattr(module, attribute, PyroSample(BufferedPrior(module, attribute, prior, shape)))

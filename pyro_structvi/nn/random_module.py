@@ -48,7 +48,6 @@ class UnsampledParameter(Tensor):
         return unsampled
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Show site and shape."""
         return f"UnsampledParameter(site='{self.site}', shape={tuple(self.shape)})"
 
     @classmethod
@@ -64,7 +63,6 @@ class UnsampledParameter(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Never:
-        """Raise the error."""
         _refuse(next(each.site for each in nested_tensors([args, kwargs]) if isinstance(each, cls)))
 
 
@@ -75,6 +73,12 @@ def _refuse(site: str) -> Never:
         "`guide.to_net()`; call the model inside of `with guide.sampled():` for one draw; for prior "
         "draws pass the model to `pyro.infer.Predictive`."
     )
+
+
+def prior_of(module: PyroModule, attribute: str) -> Any:
+    """Return the prior of a declared site, at the median of its scale if that is another site."""
+    prior = declared_samples(module)[attribute]
+    return prior if hasattr(prior, "sample") else getattr(prior, "at_median", prior)(module)
 
 
 def check_in_pass(module: PyroModule, name: str) -> None:
@@ -102,9 +106,7 @@ class RandomModule(PyroModule):
         """Return an attribute; a random parameter outside of passes is a tensor without values."""
         if name not in declared_samples(self) or can_sample(self, name):
             return super().__getattr__(name)
-        prior = declared_samples(self)[name]
-        if not hasattr(prior, "sample"):
-            prior = getattr(prior, "at_median", prior)(self)
+        prior = prior_of(self, name)
         return UnsampledParameter(declared_name(self, name), prior.shape(), example_of(prior))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -162,7 +164,6 @@ def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, A
 
 
 def _taken_out(value: Any) -> Any:
-    """Return the tensor of a lazily sampled value."""
     return getattr(value, "materialize", lambda: value)()
 
 
@@ -177,9 +178,6 @@ def sample_every_site(module: nn.Module) -> None:
 
     The values of a pass are kept as long as it can be differentiated, so that activation checkpointing
     recomputes layers with the same weights.
-
-    Args:
-        module: The module; one that is not a ``PyroModule`` declares no sites and does not change.
     """
     if isinstance(module, PyroModule) and _sample_declared not in forward_hooks(module):
         module.register_forward_pre_hook(_sample_declared)
@@ -323,11 +321,7 @@ class _PassValues(dict[str, Tensor]):
         self._differentiated = None
 
     def get(self, name: str, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
-        """Return the value at a site, or the default if it is not sampled in this pass.
-
-        Raises:
-            RuntimeError: In a backward pass, if the recomputed pass is unknown.
-        """
+        """Return the value at a site, or the default if it is not sampled in this pass."""
         value = super().get(name)
         if value is not None or not inside_backward():
             return default if value is None else value

@@ -9,14 +9,66 @@ import torch.nn.functional as F
 from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
-from pyro_structvi._checks import CheckedFields, Positive, check, checked
-from pyro_structvi.nn.channels import apply_to_batch, is_plain, scale_channels, shift_channels
+from pyro_structvi._checks import CheckedFields, Positive, check, checked, naming, shape_text
+from pyro_structvi._torch import forward_hooks
+from pyro_structvi.maps.calls import drawn_per_example
 from pyro_structvi.nn.priors import Prior, sample_from
 
 Start = Literal["ones", "signs"]
 
 
-class RankOneLayer:
+@drawn_per_example
+def scale_channels(x: Tensor, scale: Tensor, channel_dim: int) -> Tensor:
+    """Multiply each channel by a number; ``scale`` is ``(channels,)``, or ``(batch, channels)``."""
+    return x * _to_channels(scale, x, channel_dim)
+
+
+@drawn_per_example
+def shift_channels(x: Tensor, shift: Tensor, channel_dim: int) -> Tensor:
+    """Add a number to each channel; see :func:`scale_channels`."""
+    return x + _to_channels(shift, x, channel_dim)
+
+
+def _to_channels(factor: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """Reshape ``factor (*batch, channels)`` so that it broadcasts with ``x``."""
+    before, after = (1,) * (x.dim() + channel_dim - 1), (1,) * (-channel_dim - 1)
+    return factor.reshape(*factor.shape[:-1], *before, factor.shape[-1], *after)
+
+
+class FactorLayer:
+    """Base of the layers with factored weights, which take a batch of inputs or a single one."""
+
+    bias: Any
+    channels: int
+    channel_dim: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to a batch of inputs, or to a single one."""
+        check("x", x, Tensor)
+        if x.dim() < -self.channel_dim or x.shape[self.channel_dim] != self.channels:
+            raise ValueError(
+                f"`x` must have {self.channels} channels in its dimension {self.channel_dim}, but got "
+                f"the shape {shape_text(x.shape)}."
+            )
+        is_single = x.dim() == -self.channel_dim
+        with naming("x", x):
+            outputs = self._without_bias(x.unsqueeze(0) if is_single else x)
+            if self.bias is not None:
+                outputs = shift_channels(outputs, self.bias, self.channel_dim)
+        return outputs.squeeze(0) if is_single else outputs
+
+    def _without_bias(self, x: Tensor) -> Tensor:
+        """Apply the weight to a batch."""
+        raise NotImplementedError
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer has no hooks or extra parameters, so that it can be replaced."""
+    names = {name for name, _ in layer.named_parameters(recurse=False)}
+    return "weight" in names <= {"weight", "bias"} and not forward_hooks(layer)
+
+
+class RankOneLayer(FactorLayer):
     """Base of the rank-1 layers.
 
     Attributes:
@@ -27,7 +79,6 @@ class RankOneLayer:
     """
 
     weight: Any
-    bias: Any
     input_scale: Any
     output_scale: Any
 
@@ -49,16 +100,9 @@ class RankOneLayer:
                 initial = torch.where(torch.rand_like(initial) < 0.5, initial, -initial)
             self.initial_values[name] = initial
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to a batch of inputs, or to a single one."""
-        return apply_to_batch(self._forward_batch, x, self.channels, self.channel_dim)
-
-    def _forward_batch(self, x: Tensor) -> Tensor:
+    def _without_bias(self, x: Tensor) -> Tensor:
         hidden = self._apply_weight(scale_channels(x, self.input_scale, self.channel_dim))
-        outputs = scale_channels(hidden, self.output_scale, self.channel_dim)
-        if self.bias is None:
-            return outputs
-        return shift_channels(outputs, self.bias, self.channel_dim)
+        return scale_channels(hidden, self.output_scale, self.channel_dim)
 
     def _apply_weight(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -76,10 +120,6 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
         prior_scale: Prior standard deviation of the scales.
         start: Initial means of a guide: "ones", or random "signs", which separate members of an
             ensemble.
-
-    Raises:
-        TypeError: If the layer is no ``nn.Linear``.
-        ValueError: If an option is out of range.
 
     Example:
         >>> layer = RankOneLinear(nn.Linear(20, 50), prior_scale=0.1)
@@ -103,19 +143,17 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
         return F.linear(x, self.weight)
 
 
+def geometry_of(layer: Any) -> dict[str, Any]:
+    """Return the arguments of a convolution without groups and bias."""
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+    return {name: getattr(layer, name) for name in (*names, "padding_mode")}
+
+
 class RankOneConv(RankOneLayer):
     """A convolution with a random scale for each input and each output channel.
 
-    With groups, ``input_scale`` still has a number for each input channel.
-
-    Args:
-        layer: The convolution whose filters and bias are copied.
-        prior_scale: As for :class:`RankOneLinear`.
-        start: As for :class:`RankOneLinear`.
-
-    Raises:
-        TypeError: If the layer is another convolution.
-        ValueError: If an option is out of range.
+    The arguments are those of :class:`RankOneLinear`. With groups, ``input_scale`` still has a number
+    for each input channel.
     """
 
     _torch_layer: ClassVar[type[nn.Module]]
@@ -124,17 +162,8 @@ class RankOneConv(RankOneLayer):
     @checked
     def __init__(self, layer: Any, prior_scale: Positive = 0.1, start: Start = "ones") -> None:
         check("layer", layer, self._torch_layer)
-        super().__init__(  # type: ignore[call-arg]
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            layer.groups,
-            padding_mode=layer.padding_mode,
-            device="meta",
-        )
+        options: dict[str, Any] = {**geometry_of(layer), "groups": layer.groups, "device": "meta"}
+        super().__init__(**options)
         self._adopt(layer, prior_scale, start)
 
     def _apply_weight(self, x: Tensor) -> Tensor:
@@ -177,9 +206,6 @@ class RankOne(CheckedFields):
     Args:
         prior_scale: Prior standard deviation of the scales.
         start: Initial means of a guide, "ones" or random "signs".
-
-    Raises:
-        ValueError: If an option is out of range.
 
     Example:
         >>> from pyro_structvi import bayesianize

@@ -1,6 +1,7 @@
 """Likelihoods of real targets and counts."""
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 import pyro.distributions as dist
@@ -19,7 +20,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.matrices import at_least_single
-from pyro_structvi.nn.likelihood import Likelihood, Output, Terms, finite_likelihood
+from pyro_structvi.nn.likelihood import Likelihood, Output, Terms
 from pyro_structvi.nn.priors import resolve_prior, sample_from
 
 NoiseScale = float | Tensor | torch.distributions.Distribution
@@ -46,13 +47,12 @@ class Regressor(Likelihood):
             targets of standard deviation 1; or ``"heteroscedastic"``.
         df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
         standardize: Training inputs and targets ``(x, y)``. The net has standardized inputs, and its
-            outputs and the noise scale are in units of the targets' standard deviations; ``y`` of the
-            model and predictions are in the targets' own units. Means and scales are buffers.
+            outputs and the noise scale are in units of the targets' standard deviations; ``y`` and
+            predictions are in the targets' own units.
 
     Raises:
-        ValueError: If ``num_data`` or ``noise_scale`` is not positive, ``df`` is not above 1, or not
-            exactly one of ``noise_scale`` and ``noise`` is given.
-        TypeError: If ``net`` is not a module.
+        ValueError: If ``noise_scale`` is not positive, ``df`` is not above 1, or not exactly one of
+            ``noise_scale`` and ``noise`` is given.
 
     Example:
         >>> from pyro.infer import Predictive
@@ -134,21 +134,12 @@ class Regressor(Likelihood):
             y = at_least_single(y)
             check_same_kind("y", y, "net(x)", mean)
         event = mean.dim() - plates - 1
-        self._observe(finite_likelihood(lambda: self._noise(mean, scale).to_event(event)), y)
+        noise = dist.Normal if self.df is None else partial(dist.StudentT, self.df)
+        self._observe(lambda: noise(mean, scale).to_event(event), y)
         return mean
-
-    def _noise(self, mean: Tensor, scale: Tensor) -> Any:
-        return dist.Normal(mean, scale) if self.df is None else dist.StudentT(self.df, mean, scale)
 
     def _mean_and_scale(self, found: Tensor, plates: int) -> tuple[Tensor, Tensor]:
         """Return means ``(*plates, batch, *target)`` and noise scales, in the targets' units."""
-        mean, scale = self._standard_mean_and_scale(found, plates)
-        if self.target_mean is None:
-            return mean, scale
-        return mean * self.target_scale + self.target_mean, scale * self.target_scale
-
-    def _standard_mean_and_scale(self, found: Tensor, plates: int) -> tuple[Tensor, Tensor]:
-        """Return means and noise scales in the units of the net."""
         if self.is_heteroscedastic:
             if found.dim() < plates + 2 or found.shape[-1] % 2:
                 raise ValueError(
@@ -157,16 +148,18 @@ class Regressor(Likelihood):
                     "its last layer have two outputs for each target."
                 )
             mean, raw = found.chunk(2, -1)
-            return mean, F.softplus(raw).clamp_min(SMALLEST_SCALE)
-        scale = self.noise_scale
-        if plates and "noise_scale" in declared_samples(self):  # (*plates, 1, *shape)
-            ones = [1 for _ in range(found.dim() - scale.dim())]
-            scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
+            scale = F.softplus(raw).clamp_min(SMALLEST_SCALE)
         else:
-            check_broadcastable(
-                "noise_scale", scale, found.shape[plates + 1 :], "the shape of a target"
-            )
-        return found, scale
+            mean, scale = found, self.noise_scale
+            if plates and "noise_scale" in declared_samples(self):  # (*plates, 1, *shape)
+                ones = (1,) * (mean.dim() - scale.dim())
+                scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
+            else:
+                target = mean.shape[plates + 1 :]
+                check_broadcastable("noise_scale", scale, target, "the shape of a target")
+        if self.target_mean is None:
+            return mean, scale
+        return mean * self.target_scale + self.target_mean, scale * self.target_scale
 
 
 class PoissonRegressor(Likelihood):
@@ -176,10 +169,6 @@ class PoissonRegressor(Likelihood):
         net: A module with sample sites, from ``(batch, ...)`` to log rates ``(batch, *target)``.
         num_data: As for :class:`~pyro_structvi.Classifier`.
         output: From the return value of the net to the log rates, as for ``Classifier``.
-
-    Raises:
-        ValueError: If ``num_data`` is not at least 1.
-        TypeError: If ``net`` is not a module.
 
     Example:
         >>> import torch

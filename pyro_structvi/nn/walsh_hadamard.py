@@ -22,15 +22,15 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.matrices import walsh_hadamard_transform
 from pyro_structvi.maps.calls import drawn_per_example
-from pyro_structvi.nn.channels import apply_to_batch, is_plain, shift_channels
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
+from pyro_structvi.nn.rank_one import FactorLayer, geometry_of, is_plain
 
 Sizes = Count | tuple[Count, ...]
 Margins = Whole | tuple[Whole, ...] | Literal["same", "valid"]
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
-class WalshHadamardLayer(PyroModule):
+class WalshHadamardLayer(FactorLayer, PyroModule):
     """Base of the Walsh-Hadamard layers; arguments as for :class:`WalshHadamardLinear`."""
 
     draws_per_example = True
@@ -46,7 +46,7 @@ class WalshHadamardLayer(PyroModule):
     ) -> None:
         super().__init__()
         self.weight_shape = Size(weight_shape)
-        self.channel_dim = 1 - len(weight_shape)
+        self.channels, self.channel_dim = weight_shape[1], 1 - len(weight_shape)
         out, size = self.weight_shape[0], self.weight_shape[1:].numel()
         width = 2 ** (size - 1).bit_length()
         # With ones in S1 and S2 the blocks H diag(g) H would be symmetric.
@@ -65,15 +65,10 @@ class WalshHadamardLayer(PyroModule):
             initial = diagonals.new_empty(out).uniform_(-1, 1) / math.sqrt(size)
             self._sample_bias(resolve_prior(bias_prior_scale, "bias", initial), initial)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to a batch of inputs, or to a single one."""
-        return apply_to_batch(self._forward_batch, x, self.weight_shape[1], self.channel_dim)
-
     def weight(self, coefficients: Tensor) -> Tensor:
-        """Return the dense weight ``(out, *rest)``: leading rows and columns of S1 H diag(g) H S2.
+        """Return the dense weight ``(out, *rest)`` at ``coefficients (blocks, D)``.
 
-        Args:
-            coefficients: A value ``(blocks, D)`` of the sample site.
+        It has the leading rows and columns of S1 H diag(g) H S2.
         """
         check_shape("coefficients", coefficients, self.row_scale.shape, "(blocks, D)")
         check_same_kind("coefficients", coefficients, "row_scale", self.row_scale)
@@ -94,20 +89,16 @@ class WalshHadamardLayer(PyroModule):
         blocks, width = self.row_scale.shape
         return f"weight {tuple(self.weight_shape)} of {blocks} x {width} coefficients"
 
-    def _forward_batch(self, x: Tensor) -> Tensor:
+    def _without_bias(self, x: Tensor) -> Tensor:
         if self.draws_per_example:
-            outputs = _apply_layer(x, self.coefficients, self)
-        else:
-            outputs = self._outputs(x, self.coefficients)
-        if self.bias is None:
-            return outputs
-        return shift_channels(outputs, self.bias, self.channel_dim)
+            return _apply_layer(x, self.coefficients, self)
+        return self._outputs(x, self.coefficients)
 
     def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
         """Multiply ``x (batch, *positions, in)`` by a weight, or by a weight for each example."""
         blocks, width = self.row_scale.shape
         padded = F.pad(x, (0, width - x.shape[-1])).unsqueeze(-2)
-        positions = [1 for _ in range(x.dim() - 2)]
+        positions = (1,) * (x.dim() - 2)
         diagonal = coefficients.reshape(*coefficients.shape[:-2], *positions, blocks, width)
         hidden = diagonal * walsh_hadamard_transform(self.column_scale * padded)
         outputs = self.row_scale * walsh_hadamard_transform(hidden)
@@ -181,15 +172,8 @@ class WalshHadamardConv(WalshHadamardLayer):
 
     ``in`` is the number of channels times the size of the kernel. A batch shares the filters of one
     draw. With ``filters_per_example`` each example has separate filters under ``StructuredELBO``, at the
-    cost of transforming its patches.
-
-    Args:
-        in_channels: As for torch's convolution, like all arguments up to ``dilation``.
-        bias: Whether there is a sample site ``bias``.
-        padding_mode: As for torch's convolution.
-        filters_per_example: Whether to sample the coefficients for each example.
-        prior_scale: As for :class:`WalshHadamardLinear`.
-        bias_prior_scale: As for :class:`WalshHadamardLinear`, like ``device`` and ``dtype``.
+    cost of transforming its patches. Other arguments are those of torch's convolution and of
+    :class:`WalshHadamardLinear`.
 
     Raises:
         ValueError: If a size or a scale is not positive, or torch's convolution refuses an argument.
@@ -215,16 +199,9 @@ class WalshHadamardConv(WalshHadamardLayer):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        geometry: Any = self._torch_layer(
-            in_channels,
-            out_channels,
-            kernel_size,  # type: ignore[arg-type]
-            stride,  # type: ignore[arg-type]
-            padding,  # type: ignore[arg-type]
-            dilation,  # type: ignore[arg-type]
-            padding_mode=padding_mode,
-            device="meta",
-        )
+        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation)
+        kind: Any = self._torch_layer
+        geometry = kind(*sizes, padding_mode=padding_mode, device="meta")
         shape = tuple(geometry.weight.shape)
         super().__init__(shape, bias, prior_scale, bias_prior_scale, device, dtype)
         self.stride, self.dilation = geometry.stride, geometry.dilation
@@ -237,8 +214,8 @@ class WalshHadamardConv(WalshHadamardLayer):
             x = F.pad(x, self.margins, self.padding_mode)
         if coefficients.dim() == 2:
             convolution = getattr(F, f"conv{len(self.stride)}d")
-            filters, geometry = self.weight(coefficients), (self.stride, 0, self.dilation)
-            outputs: Tensor = convolution(x, filters, None, *geometry)
+            filters = self.weight(coefficients)
+            outputs: Tensor = convolution(x, filters, None, self.stride, 0, self.dilation)
             return outputs
         return super()._outputs(self._patches(x), coefficients).movedim(-1, 1)
 
@@ -307,16 +284,7 @@ class WalshHadamard(CheckedFields):
         return kind_fits and one_group and not is_frozen and is_plain(module)
 
     def convert(self, module: Any, name: str, prior: Prior) -> WalshHadamardLayer:
-        """Return the Walsh-Hadamard layer of a module; its initial weights have the same mean square.
-
-        Args:
-            module: The module.
-            name: Its name in the net.
-            prior: The prior of the net.
-
-        Raises:
-            ValueError: If the prior of the weight is not one normal around zero for all elements.
-        """
+        """Return the Walsh-Hadamard layer of a module; its initial weights have the same mean square."""
         prefix = f"{name}." if name else ""
         options: dict[str, Any] = {
             "bias": False,
@@ -329,9 +297,7 @@ class WalshHadamard(CheckedFields):
             layer = WalshHadamardLinear(module.in_features, module.out_features, **options)
         else:
             options["filters_per_example"] = self.filters_per_example
-            names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
-            geometry = {name: getattr(module, name) for name in (*names, "padding_mode")}
-            layer = _CONVOLUTIONS[type(module)](**geometry, **options)
+            layer = _CONVOLUTIONS[type(module)](**geometry_of(module), **options)
         layer._start_like(module.weight.square().mean())
         if module.bias is not None:
             bias_prior = resolve_prior(prior, f"{prefix}bias", module.bias)

@@ -20,13 +20,7 @@ from pyro_structvi.weights.site_distributions import PointMass
 
 @checked
 def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
-    """Return the posterior variance of each element, by site.
-
-    Args:
-        guide: A fitted guide, such as a ``MeanFieldGuide``.
-
-    Returns:
-        Variances of the shapes of the sites, without transformed sites, such as a noise scale.
+    """Return the posterior variance of each element, by site, without transformed sites.
 
     Raises:
         RuntimeError: If the guide is not initialized, or its weights have only a joint distribution.
@@ -78,7 +72,7 @@ def laplace_variances(
         Variances by site, for sites with real support.
 
     Raises:
-        ValueError: If a number is not at least 1, or the observed site is ambiguous.
+        ValueError: If the observed site is ambiguous.
         RuntimeError: If :func:`torch.func.vmap` cannot vectorize the model.
 
     Example:
@@ -147,13 +141,10 @@ def largest(variances: Mapping[str, Tensor], size: Count) -> dict[str, Tensor]:
 
     Args:
         variances: Variances by site, or any other scores.
-        size: Number of elements.
+        size: Number of elements, at most all.
 
     Returns:
         Masks by site, for :class:`~pyro_structvi.SubnetworkGuide`.
-
-    Raises:
-        ValueError: If the size is not from 1 to the number of elements.
 
     Example:
         >>> largest({"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0]])}, size=2)

@@ -54,17 +54,13 @@ def save(
         OSError: If the file cannot be written.
 
     Example:
-        >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
         >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize
-        >>> def make_model():
-        ...     return Regressor(bayesianize(nn.Linear(3, 2), prior=1.0), 10, noise_scale=0.1)
-        >>> model = make_model()
+        >>> model = Regressor(bayesianize(nn.Linear(3, 2), prior=1.0), 10, noise_scale=0.1)
         >>> guide = KTiedGuide(model, rank=1)  # to be fitted
         >>> with TemporaryDirectory() as folder:
-        ...     save(Path(folder) / "posterior.safetensors", model, guide)
-        ...     other = load(Path(folder) / "posterior.safetensors", make_model())
-        >>> other["net.weight"].family
+        ...     save(f"{folder}/posterior.safetensors", model, guide)
+        ...     load(f"{folder}/posterior.safetensors", model)["net.weight"].family
         KTied(rank=1)
     """
     if not guide.site_names:
@@ -128,19 +124,29 @@ def load(
         >>> predict(model, loaded, torch.randn(5, 3)).mean.shape
         torch.Size([5, 2])
     """
-    header, tensors = _read(Path(path), _device_of(model))
+    devices = (own.device for own in _state_of("model", model).values() if not own.is_meta)
+    header, tensors = _read(Path(path), next(devices, torch.device("cpu")))
     if guide is None:
-        guide = _make_or_refuse(header, model, tensors)
+        guide = _make(header, model, tensors)
     check_options(guide, tensors, "guide.")
-    parts: list[tuple[str, Any]] = [("model", model), ("guide", guide)]
-    states = {name: _state_of(name, part) for name, part in parts}
-    tensors |= _left_out(header["left_out"], model)
+    parts: dict[str, Any] = {"model": model, "guide": guide}
+    states = {name: _state_of(name, part) for name, part in parts.items()}
+    digests = header["left_out"]
+    frozen = _frozen_in(model) if digests else {}
+    wrong = [key for key in digests if key not in frozen or _digest(frozen[key]) != digests[key]]
+    if wrong:
+        raise ValueError(
+            "`model` must have the frozen parameters beside which the file was saved, but "
+            f"{', '.join(repr(key) for key in wrong[:MOST_NAMED])} differ. Make the model from the same "
+            "base. Nothing was loaded."
+        )
+    tensors |= {key: frozen[key] for key in digests}
     for name, own in states.items():
         _check_state(name, own, tensors)
-    for name, part in parts:
-        if states[name]:
-            own = {key.removeprefix(f"{name}."): tensors[key] for key in states[name]}
-            poutine.unwrap(part).load_state_dict(own)
+    for name, own in states.items():
+        if own:
+            loaded = {key.removeprefix(f"{name}."): tensors[key] for key in own}
+            poutine.unwrap(parts[name]).load_state_dict(loaded)
     return guide
 
 
@@ -164,44 +170,26 @@ def _frozen_in(model: Any) -> dict[str, Tensor]:
     """Return the frozen parameters of a model, by their keys in a file."""
     module = poutine.unwrap(model)
     keys = frozen_keys(module) if isinstance(module, nn.Module) else set()
-    return {
-        key: value
-        for key, value in _state_of("model", model).items()
-        if key.removeprefix("model.") in keys
-    }
-
-
-def _left_out(digests: Mapping[str, str], model: Any) -> dict[str, Tensor]:
-    """Return the parameters of a model that a file left out.
-
-    Raises:
-        ValueError: If the file is of other parameters.
-    """
-    own = _frozen_in(model) if digests else {}
-    wrong = [key for key in digests if key not in own or _digest(own[key]) != digests[key]]
-    if wrong:
-        raise ValueError(
-            "`model` must have the frozen parameters beside which the file was saved, but "
-            f"{', '.join(repr(key) for key in wrong[:MOST_NAMED])} differ. Make the model from the same "
-            "base. Nothing was loaded."
-        )
-    return {key: own[key] for key in digests}
+    state = _state_of("model", model)
+    return {key: state[key] for key in state if key.removeprefix("model.") in keys}
 
 
 def _digest(value: Tensor) -> str:
-    """Return a digest of the bytes of a tensor."""
     content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(content.numpy().data).hexdigest()
 
 
 def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless a file has the tensors of a module.
-
-    Raises:
-        ValueError: If names, shapes or dtypes differ.
-    """
-    found = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
-    wrong = [*_differences(own, found)]
+    """Raise unless a file has the tensors of a module."""
+    wrong = []
+    for key in dict.fromkeys([*own, *(key for key in tensors if key.startswith(f"{name}."))]):
+        if key not in tensors:
+            wrong.append(f"the file has no '{key}'")
+        elif key not in own:
+            wrong.append(f"only the file has '{key}'")
+        elif not key.endswith(OPTIONS) and _kind_of(tensors[key]) != _kind_of(own[key]):
+            kinds = f"{_kind_of(tensors[key])} in the file and {_kind_of(own[key])} here"
+            wrong.append(f"'{key}' is {kinds}")
     if wrong:
         more = f", and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise ValueError(
@@ -210,17 +198,8 @@ def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Ten
         )
 
 
-def _differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[str]:
-    for key in dict.fromkeys([*own, *found]):
-        if key not in found:
-            yield f"the file has no '{key}'"
-        elif key not in own:
-            yield f"only the file has '{key}'"
-        elif key.endswith(OPTIONS):
-            continue
-        elif own[key].shape != found[key].shape or own[key].dtype != found[key].dtype:
-            kinds = [f"{shape_text(each.shape)} {each.dtype}" for each in (found[key], own[key])]
-            yield f"'{key}' is {kinds[0]} in the file and {kinds[1]} here"
+def _kind_of(value: Tensor) -> str:
+    return f"{shape_text(value.shape)} {value.dtype}"
 
 
 def _read(path: Path, device: torch.device) -> tuple[Json, dict[str, Tensor]]:
@@ -253,48 +232,30 @@ def _read(path: Path, device: torch.device) -> tuple[Json, dict[str, Tensor]]:
 # ---- guides --------------------------------------------------------------------------------------
 
 
-def _class_of(guide: StructuredGuide) -> str:
-    """Return the name of a class of this package, the nearest one for a class of the user's."""
-    return next(kind.__name__ for kind in type(guide).__mro__ if kind in _kinds().values())
-
-
 def _kinds() -> dict[str, type[StructuredGuide]]:
-    """Return the guides of this package by name."""
     kinds: list[type[StructuredGuide]] = [StructuredGuide, *_subclasses(StructuredGuide)]
     return {each.__name__: each for each in kinds if each.__module__.startswith(f"{KEY}.")}
 
 
-def _device_of(model: Any) -> torch.device:
-    """Return the device of the first tensor of a module; the CPU if there is none."""
-    tensors = iter(_state_of("model", model).values())
-    devices = (value.device for value in tensors if not value.is_meta)
-    return next(devices, torch.device("cpu"))
-
-
-def _make_or_refuse(header: Json, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:
-    """Return the guide of a header, or raise a ``ValueError`` with the fault of the header."""
+def _make(header: Json, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:
+    """Return the guide that a header describes, at its initial parameters."""
     try:
-        made: StructuredGuide = _make(header["guide"], model, tensors)
+        description = header["guide"]
+        kind = _kinds().get(description["class"])
+        if kind is None:
+            raise ValueError(
+                f"The guide of the file has the class {description['class']}, which is unknown here. "
+                "Make the guide and pass it as `guide=`."
+            )
+        options = description["options"].items()
+        made = kind.from_options(
+            model, **{name: _decode(value, model, tensors) for name, value in options}
+        )
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"`path` must be a file of `pyro_structvi.save`, but its header describes no guide ({error})"
             ". Make the guide and pass it as `guide=`."
         ) from error
-    return made
-
-
-def _make(description: Json, model: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the guide that a header describes, at its initial parameters."""
-    kind = _kinds().get(description["class"])
-    if kind is None:
-        raise ValueError(
-            f"The guide of the file has the class {description['class']}, which is unknown here. "
-            "Make the guide and pass it as `guide=`."
-        )
-    options = {
-        name: _decode(value, model, tensors) for name, value in description["options"].items()
-    }
-    made = kind.from_options(model, **options)
     if not made.site_names:
         raise ValueError(
             "`guide` must be given for a model that declares no site before it runs. Make the guide, "
@@ -316,19 +277,14 @@ def _encode(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
         tensors[prefix] = value.detach().clone(memory_format=torch.contiguous_format)
         return {"tensor": prefix}
     if isinstance(value, StructuredGuide):
-        own = {
-            name: _encode(option, tensors, f"{prefix}.{name}")
-            for name, option in value.options().items()
-        }
-        return {"class": _class_of(value), "options": own}
+        # The nearest class of this package, for a guide of a class of the user's.
+        kind = next(kind for kind in type(value).__mro__ if kind in _kinds().values())
+        return {"class": kind.__name__, "options": _encode_all(value.options(), tensors, prefix)}
     if isinstance(value, Family):
-        options = {
-            each.name: _encode(getattr(value, each.name), tensors, f"{prefix}.{each.name}")
-            for each in fields(value)
-        }
-        return {"family": type(value).__name__, "options": options}
+        options = {each.name: getattr(value, each.name) for each in fields(value)}
+        return {"family": type(value).__name__, "options": _encode_all(options, tensors, prefix)}
     if isinstance(value, Mapping):
-        return {"mapping": {key: _encode(value[key], tensors, f"{prefix}.{key}") for key in value}}
+        return {"mapping": _encode_all(value, tensors, prefix)}
     if isinstance(value, (list, tuple)):
         return {"list": [_encode(each, tensors, f"{prefix}.{i}") for i, each in enumerate(value)]}
     raise TypeError(
@@ -337,12 +293,12 @@ def _encode(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
     )
 
 
-def _decode(value: Any, model: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return an option from JSON; guides among options are of the model.
+def _encode_all(values: Mapping[str, Any], tensors: dict[str, Tensor], prefix: str) -> Json:
+    return {key: _encode(value, tensors, f"{prefix}.{key}") for key, value in values.items()}
 
-    Raises:
-        ValueError: If a family or one of its options is unknown.
-    """
+
+def _decode(value: Any, model: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return an option from JSON; guides among options are of the model."""
     match value:
         case {"tensor": key}:
             return tensors[key]
@@ -351,22 +307,20 @@ def _decode(value: Any, model: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"list": entries}:
             return tuple(_decode(each, model, tensors) for each in entries)
         case {"class": _}:
-            return _make(value, model, tensors)
+            return _make({"guide": value}, model, tensors)
         case {"family": name, "options": options}:
-            # Classes of this package come last, and win over the user's classes with their names.
-            found = sorted(
-                _subclasses(Family), key=lambda kind: kind.__module__.startswith(f"{KEY}.")
-            )
-            kinds = {kind.__name__: kind for kind in found}
-            known = {each.name for each in fields(kinds[name])} if name in kinds else set()
-            if name not in kinds or not options.keys() <= known:
+            found = [kind for kind in _subclasses(Family) if kind.__name__ == name]
+            # A class of this package comes first, and wins over the user's class with its name.
+            found.sort(key=lambda kind: not kind.__module__.startswith(f"{KEY}."))
+            known = {each.name for kind in found[:1] for each in fields(kind)}
+            if not found or not options.keys() <= known:
                 raise ValueError(
                     f"The file has the family {name}({', '.join(options)}), which is unknown here. "
                     "Import the module that defines it, or read the file with the version that wrote "
                     "it."
                 )
             decoded = {key: _decode(each, model, tensors) for key, each in options.items()}
-            return kinds[name](**decoded)
+            return found[0](**decoded)
     return value
 
 
@@ -380,16 +334,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def write_atomically(name: str, path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a temporary file, flush it to the disk, and rename it to a path.
-
-    Args:
-        name: The name of the argument, for the error.
-        path: The path.
-        write: Writes the file at a path.
-
-    Raises:
-        OSError: If there is no room, say; the file at the path is then what it was.
-    """
+    """Write a temporary file, flush it to the disk, and rename it to a path; ``name`` is for errors."""
     # One name, so that a killed write leaves one file.
     partial = path.with_name(f"{path.name}.partial")
     try:

@@ -1,7 +1,7 @@
 """Inference data for ArviZ 0.23 and 1.x."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import pyro.poutine as poutine
 import torch
 from numpy.typing import NDArray
 from pyro.nn import PyroModule
@@ -25,6 +24,7 @@ from pyro_structvi.nn.priors import matches
 from pyro_structvi.posterior.passes import (
     Passes,
     Posterior,
+    Values,
     as_arguments,
     as_batches,
     check_posterior,
@@ -32,17 +32,12 @@ from pyro_structvi.posterior.passes import (
     spaced,
 )
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
+from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.weights.torch_distributions import base_of
-
-Values = dict[str, Tensor]
 
 
 def import_arviz() -> Any:
-    """Import ArviZ without its announcement of the next version.
-
-    Raises:
-        ImportError: If ArviZ, or a package it needs, is not installed.
-    """
+    """Import ArviZ without its announcement of the next version."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
         try:
@@ -55,14 +50,7 @@ def import_arviz() -> Any:
 
 
 def pareto_smoothed(log_weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Return log weights smoothed by a generalized Pareto distribution, and the shape of their tail.
-
-    Args:
-        log_weights: Logs of importance weights, ``(draws,)``.
-
-    Raises:
-        ImportError: If ArviZ is not installed.
-    """
+    """Return log weights smoothed by a generalized Pareto distribution, and the shape of their tail."""
     arviz = import_arviz()
     if hasattr(arviz, "psislw"):
         smoothed, k_hat = arviz.psislw(log_weights)
@@ -81,7 +69,13 @@ class _Columns:
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add values of several draws, ``(draws, *shape)`` by name."""
         for name, value in values.items():
-            self.parts.setdefault(name, []).append(_as_array(value))
+            parts = self.parts.setdefault(name, [])
+            parts.append(_as_array(value))
+            if parts[-1].shape[1:] != parts[0].shape[1:]:
+                raise ValueError(
+                    f"`functions[{name!r}]` must return the same shape for each draw, but got "
+                    f"{shape_text(parts[0].shape[1:])} and {shape_text(parts[-1].shape[1:])}."
+                )
 
     def by_chain(self, chains: int) -> dict[str, Any]:
         """Return arrays ``(chain, draw, *shape)`` by name."""
@@ -89,74 +83,45 @@ class _Columns:
         return {name: each.reshape(chains, -1, *each.shape[1:]) for name, each in joined.items()}
 
 
-class _PosteriorGroup(_Columns):
-    """Chosen sites, functions of all sites, and return values of the model.
-
-    Args:
-        sites: Names or patterns of the sites; None for all.
-        functions: Functions of a draw, by name.
-
-    Attributes:
-        outputs: The names of the return values.
-    """
-
-    def __init__(self, sites: Sequence[str] | None, functions: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.sites, self.functions = sites, functions
-        self.outputs: list[str] = []
-
-    def add_draws(
-        self, values: Mapping[str, Tensor], outputs: Mapping[str, Tensor], observed: str
-    ) -> None:
-        """Add several draws, ``(draws, *shape)`` by site, with the model's return values by name."""
-        self._check_names([*values], [*outputs], observed)
-        self.outputs = [*outputs]
-        patterns = ["*"] if self.sites is None else self.sites
-        self.add({
-            name: value
-            for name, value in values.items()
-            if any(matches(name, pattern) for pattern in patterns)
-        })
-        self.add(outputs)
-        for number in range(len(next(iter(values.values()))) if self.functions else 0):
-            draw = {name: value[number] for name, value in values.items()}
-            for name in self.functions:
-                self._add_function(name, draw)
-
-    def _check_names(self, sites: list[str], outputs: list[str], observed: str) -> None:
-        for pattern in self.sites or ():
-            if not any(matches(name, pattern) for name in sites):
-                raise ValueError(
-                    f"`sites` must be names or patterns of the sites {sites}, but '{pattern}' matches "
-                    "none of them."
-                )
-        for name in outputs:
-            if name in [*sites, observed]:
-                raise ValueError(
-                    f"The model has a site '{name}', so `outputs` must be False. Take `predict`'s "
-                    "`functions` in its place."
-                )
-        for name in self.functions:
-            if name in [*sites, *outputs, observed]:
-                raise ValueError(
-                    f"`functions` must have new names, but '{name}' is a site of the model, or its "
-                    "outputs."
-                )
-
-    def _add_function(self, name: str, draw: dict[str, Tensor]) -> None:
-        try:
-            value = self.functions[name](draw)
-        except Exception as error:
-            error.add_note(f"`functions[{name!r}]` was called with a draw of the sites {[*draw]}.")
-            raise
-        check(f"functions[{name!r}](draw)", value, Tensor)
-        before = self.parts.get(name)
-        if before and value.shape != before[0].shape[1:]:
+def _chosen(
+    values: Values, outputs: Values, observed: str, sites: Sequence[str] | None, functions: Any
+) -> Values:
+    """Return the values of chosen sites, given draws of all sites; check all names."""
+    patterns = ["*"] if sites is None else sites
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in values):
             raise ValueError(
-                f"`functions[{name!r}]` must return the same shape for each draw, but got "
-                f"{shape_text(before[0].shape[1:])} and {shape_text(value.shape)}."
+                f"`sites` must be names or patterns of the sites {[*values]}, but '{pattern}' matches "
+                "none of them."
             )
-        self.add({name: value.unsqueeze(0)})
+    for name in outputs:
+        if name in [*values, observed]:
+            raise ValueError(
+                f"The model has a site '{name}', so `outputs` must be False. Take `predict`'s "
+                "`functions` in its place."
+            )
+    for name in functions:
+        if name in [*values, *outputs, observed]:
+            raise ValueError(
+                f"`functions` must have new names, but '{name}' is a site of the model, or its "
+                "outputs."
+            )
+    return {
+        name: value
+        for name, value in values.items()
+        if any(matches(name, pattern) for pattern in patterns)
+    }
+
+
+def _value_of(functions: Mapping[str, Any], name: str, draw: Values) -> Tensor:
+    """Return the value of a function of one draw."""
+    try:
+        value: Tensor = functions[name](draw)
+    except Exception as error:
+        error.add_note(f"`functions[{name!r}]` was called with a draw of the sites {[*draw]}.")
+        raise
+    check(f"functions[{name!r}](draw)", value, Tensor)
+    return value
 
 
 def _as_array(values: Tensor) -> Any:
@@ -175,28 +140,22 @@ def dims_of_sites(
 ) -> dict[str, list[str]]:
     """Return names for the dimensions of sites that a module declares; ArviZ numbers others.
 
-    Dimensions of a weight end in ``_out``, ``_in`` and ``_kernel``, and the dimension of a bias or of a
-    normalization in ``_out``. Dimensions of one kind are numbered.
-
-    Args:
-        model: The model.
-        shapes: The shapes of values, by site.
-
-    Example:
-        >>> from pyro_structvi import bayesianize
-        >>> net = bayesianize(nn.Conv2d(3, 8, 5), prior=1.0)
-        >>> dims_of_sites(net, {"weight": (8, 3, 5, 5)})["weight"]
-        ['weight_out', 'weight_in', 'weight_kernel_0', 'weight_kernel_1']
+    They end in ``_out``, ``_in`` and ``_kernel``, and are numbered if there are several of a kind.
     """
     found = {}
-    for name, module, attribute in _declared(model):
-        if kinds := _kinds(module, attribute, torch.Size(shapes.get(name, ()))):
-            found[name] = [
-                f"{name}_{kind}_{kinds[:at].count(kind)}"
-                if kinds.count(kind) > 1
-                else f"{name}_{kind}"
-                for at, kind in enumerate(kinds)
-            ]
+    modules = modules_of(model)
+    computed = parametrized(modules[0]) if modules else {}
+    for module in modules:
+        owner = computed.get(id(module), module)
+        for attribute in declared_samples(module) if isinstance(module, PyroModule) else ():
+            name, own = declared_name(module, attribute), attribute if owner is module else "weight"
+            kinds = _kinds(owner, own, torch.Size(shapes.get(name, ())))
+            numbers = [f"_{kinds[:at].count(kind)}" for at, kind in enumerate(kinds)]
+            if kinds:
+                found[name] = [
+                    f"{name}_{kind}{number if kinds.count(kind) > 1 else ''}"
+                    for kind, number in zip(kinds, numbers, strict=True)
+                ]
     return found
 
 
@@ -207,19 +166,6 @@ def dims_like(
     pairs = zip(shape, known_shape[: len(known)], strict=False)
     shared = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
     return [*known[:shared], *(f"{name}_dim_{number}" for number in range(len(shape) - shared))]
-
-
-def _declared(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield each declared site with the module and the attribute of the weight."""
-    net = poutine.unwrap(model)
-    if not isinstance(net, nn.Module):
-        return
-    computed = parametrized(net)
-    for module in net.modules():
-        for attribute in declared_samples(module) if isinstance(module, PyroModule) else ():
-            owner = computed.get(id(module), module)
-            own = attribute if owner is module else "weight"
-            yield declared_name(module, attribute), owner, own
 
 
 def _kinds(module: nn.Module, attribute: str, shape: torch.Size) -> list[str]:
@@ -278,8 +224,8 @@ def to_inference_data(
         ``posterior``, ``posterior_predictive``, ``log_likelihood`` (one value for each example),
         ``observed_data`` and, for NUTS, ``sample_stats``. Real values are float64, counts and labels
         whole numbers. Observations and outputs of shape (N, 1) lose the last dimension. A guide's draws
-        form one chain. Predictive draws keep the ``ignore_index`` of tokens that are not observed, such
-        as padding. Masked observations have a log likelihood of zero.
+        form one chain. Predictive draws keep the ``ignore_index`` of padding. Masked observations have a
+        log likelihood of zero.
 
     Raises:
         ImportError: If ArviZ is not installed.
@@ -316,21 +262,25 @@ def to_inference_data(
         raise ValueError(
             f"`num_samples` must be a multiple of the {chains} chains, but got {total}."
         )
-    group, predicted = _PosteriorGroup(sites, functions or {}), _Columns()
+    group, predicted, functions = _Columns(), _Columns(), functions or {}
     read = partial(_read, outputs)
     with ONE_THREAD, evaluation_mode(model):
         passes = Passes(model, posterior, batches, site, read, max_memory, batch_statistics)
         for done in passes.run(total):
             predicted.add({name: done.outputs.pop(name) for name in ("sample", "log_prob")})
-            group.add_draws(done.values, done.outputs, passes.observed)
+            own = _chosen(done.values, done.outputs, passes.observed, sites, functions)
+            group.add(own | done.outputs)
+            for number in range(len(next(iter(done.values.values()))) if functions else 0):
+                draw = {name: value[number] for name, value in done.values.items()}
+                group.add({name: _value_of(functions, name, draw)[None] for name in functions})
     name, kept, drawn = passes.observed, group.by_chain(chains), predicted.by_chain(chains)
-    kept |= {key: _without_units(kept[key], 3) for key in group.outputs}
+    kept |= {key: _without_units(kept[key], 3) for key in done.outputs}
     observed, sample = _without_units(_as_array(y), 1), _without_units(drawn["sample"], 3)
     if sample.dtype.kind in "iu":
         observed = observed.astype(sample.dtype)
     dims = {name: dims_like(name, observed.shape, [f"{name}_id"], observed.shape)}
     shapes = {key: value.shape[2:] for key, value in kept.items()}
-    for key in group.outputs:
+    for key in done.outputs:
         dims[key] = dims_like(key, shapes[key], dims[name], observed.shape)
     groups = {
         "posterior": kept,

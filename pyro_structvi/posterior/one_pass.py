@@ -1,22 +1,13 @@
 """Predictions in one pass, from the moments of the net's output."""
 
-import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
-from pyro_structvi._checks import (
-    Count,
-    Program,
-    check_no_nan,
-    check_same_kind,
-    check_shape,
-    checked,
-    warn_user,
-)
-from pyro_structvi.linalg.matrices import at_least_single, autocast_off, floored_sqrt
+from pyro_structvi._checks import Count, Program, checked, warn_user
+from pyro_structvi.linalg.matrices import autocast_off, floored_sqrt
 from pyro_structvi.moments.integration import (
     AtNodes,
     class_expectations,
@@ -34,14 +25,16 @@ from pyro_structvi.moments.linear import (
 from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.posterior.passes import Batch, batches_of, check_posterior
+from pyro_structvi.posterior.passes import Batch, Values, batches_of, check_posterior
 from pyro_structvi.posterior.prediction import (
+    Averages,
     Prediction,
     class_probabilities,
     entropy_of,
     one_or_several,
 )
-from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.posterior.runs import checked_observations, evaluation_mode
+from pyro_structvi.sites.site_posterior import stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 
@@ -50,16 +43,6 @@ LARGEST = 2**15  # outputs with nodes in memory at once
 
 class MomentsWarning(UserWarning):
     """Moments leave out a dependence in the model."""
-
-
-class _Member(NamedTuple):
-    """Moments of one posterior or one member of an ensemble, ``(N, *event)`` except entropies."""
-
-    mean: Tensor
-    noise: Tensor
-    function_variance: Tensor
-    entropy: Tensor | None
-    log_density: Tensor | None
 
 
 @checked
@@ -129,15 +112,15 @@ def predict_moments(
             _predict(model, posteriors_of(joint, number), batches, settings)
             for number in member_numbers(guide)
         ]
-    return _mixture(members[0][0], [member for _, member in members])
+    return _mixture(members[0][0], stack_draws([moments for _, moments in members]))
 
 
 def _predict(
     model: Likelihood, sites: Sites, batches: list[Batch], settings: Settings
-) -> tuple[Any, _Member]:
+) -> tuple[Any, Values]:
     """Return the likelihood of the last inputs, and the moments of one posterior at all inputs."""
     values, posteriors = random_values(sites, settings), by_name(sites)
-    parts: list[_Member] = []
+    parts: list[Values] = []
     likelihood: Any = None
     for (x, *_), y in batches:
         output = output_moments(model, values, x, settings)
@@ -145,21 +128,13 @@ def _predict(
             likelihood, found = _read_classes(model, output, y)
             parts.append(found)
             continue
-        for cut in _cuts(output):
+        size = max(1, LARGEST // max(1, output.shape[1:].numel()))
+        for start in range(0, len(output), size):
+            cut = slice(start, start + size)
             at = likelihood_at_nodes(model, _cut(output, cut), posteriors)
             likelihood = in_single(at.likelihood)
             parts.append(_read(likelihood, at, None if y is None else y[cut]))
-    return likelihood, _Member(*map(_joined, zip(*parts, strict=True)))
-
-
-def _joined(parts: Any) -> Any:
-    return None if parts[0] is None else torch.cat(parts)
-
-
-def _cuts(output: RandomTensor) -> list[slice]:
-    """Return parts of a batch whose nodes fit into memory."""
-    size = max(1, LARGEST // max(1, output.shape[1:].numel()))
-    return [slice(start, start + size) for start in range(0, len(output), size)]
+    return likelihood, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
@@ -170,19 +145,19 @@ def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
     return part
 
 
-def _read_classes(model: Likelihood, output: RandomTensor, y: Tensor | None) -> tuple[Any, _Member]:
+def _read_classes(model: Likelihood, output: RandomTensor, y: Tensor | None) -> tuple[Any, Values]:
     """Return the likelihood at the mean of the logits, and the moments of the classes."""
     likelihood = observation_at(model, output.loc, None).likelihood
     if y is not None:
-        check_shape("y", y, likelihood.batch_shape, "that of the predictions")
-        check_no_nan("y", y)
+        checked_observations(y, likelihood, likelihood.batch_shape)
         likelihood.log_prob(y)  # raises the usual error for invalid classes
-    mean, variance, entropy, log_density = class_expectations(output, y)
-    noise = mean * (1 - mean) - variance
-    return likelihood, _Member(mean, noise, variance, entropy, log_density)
+    mean, own, entropy, density = class_expectations(output, y)
+    found = {"mean": mean, "variance": mean * (1 - mean), "function_variance": own}
+    found |= {"entropy": entropy} | ({} if density is None else {"log_density": density})
+    return likelihood, found
 
 
-def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:
+def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> Values:
     """Average the moments of a likelihood ``(nodes, N)`` over its nodes."""
     base, weights = base_of(likelihood), at.weights
 
@@ -192,13 +167,15 @@ def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:
     probs = class_probabilities(base)
     means = base.mean if probs is None else probs
     mean = average(means)
-    variance = average((means - mean).square())
+    own = average((means - mean).square())
     # An indicator has the variance m (1 - m), which includes the variance of the function.
-    noise = average(base.variance) if probs is None else mean * (1 - mean) - variance
-    entropy_at = entropy_of(base, likelihood)
-    entropy = None if entropy_at is None else average(entropy_at(means))
-    density = None if y is None else _log_density(likelihood, at, mean, variance, y)
-    return _Member(mean, noise, variance, entropy, density)
+    variance = average(base.variance) + own if probs is None else mean * (1 - mean)
+    found = {"mean": mean, "variance": variance, "function_variance": own}
+    if (entropy_at := entropy_of(base, likelihood)) is not None:
+        found["entropy"] = average(entropy_at(means))
+    if y is not None:
+        found["log_density"] = _log_density(likelihood, at, mean, own, y)
+    return found
 
 
 def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
@@ -207,14 +184,8 @@ def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y
     With normal noise the function is integrated exactly, and only the noise scale has nodes. The
     elements of an example are independent given shared variables.
     """
-    check_no_nan("y", y)
-    shape = likelihood.batch_shape[1:] + likelihood.event_shape
-    check_shape("y", y, shape, "that of the predictions")
-    y, base = at_least_single(y), base_of(likelihood)
-    if not likelihood.support.is_discrete:
-        check_same_kind("y", y, "prediction.mean", mean)
-    elif isinstance(base, Bernoulli):
-        y = y.to(mean)
+    shape, base = likelihood.batch_shape[1:] + likelihood.event_shape, base_of(likelihood)
+    y = checked_observations(y, likelihood, shape)
     with autocast_off(y):
         if isinstance(base, Normal):
             scale = floored_sqrt(base.scale.square() + variance)
@@ -233,36 +204,14 @@ def _log_average(weights: Tensor, log_values: Tensor) -> Tensor:
     return (weights.log().reshape(*weights.shape, *ones) + log_values).logsumexp(0)
 
 
-def _mixture(like: Any, members: list[_Member]) -> Prediction:
-    """Return the prediction of an equal mixture of posteriors."""
-    base = base_of(like)
-    entropy_at = entropy_of(base, like)
-    means = torch.stack([member.mean for member in members])
-    noise = torch.stack([member.noise for member in members])
-    own = torch.stack([member.function_variance for member in members])
-    mean = means.mean(0)
-    function_variance = own.mean(0) + (means - mean).square().mean(0)
-    entropy = information = density = None
-    if entropy_at is not None:
-        entropy = entropy_at(mean)
-        within = torch.stack([m.entropy for m in members if m.entropy is not None]).mean(0)
-        information = (entropy - within).clamp_min(0)
-    if members[0].log_density is not None:
-        each = [m.log_density for m in members if m.log_density is not None]
-        density = torch.stack(each).logsumexp(0) - math.log(len(each))
-    return Prediction(
-        *(
-            mean,
-            noise.mean(0) + function_variance,
-            function_variance,
-            entropy,
-            information,
-            density,
-        ),
-        functions=None,
-        likelihood=_likelihood(base, means, noise + own),
-        num_samples=0,
-    )
+def _mixture(like: Any, members: Values) -> Prediction:
+    """Return the prediction of an equal mixture of posteriors, given moments ``(members, N, ...)``."""
+    base, averages = base_of(like), Averages()
+    averages.add(members)
+    found: dict[str, Any] = averages.result(entropy_of(base, like))
+    found["function_variance"] = found["function_variance"] + members["function_variance"].mean(0)
+    likelihood = _likelihood(base, members["mean"], members["variance"])
+    return Prediction(**found, likelihood=likelihood)
 
 
 def _likelihood(base: Any, means: Tensor, variances: Tensor) -> Any:

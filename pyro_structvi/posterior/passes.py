@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyro.poutine as poutine
 import torch
@@ -17,16 +17,17 @@ from torch.nn.modules.module import register_module_forward_hook
 from pyro_structvi._checks import Program, check_tensors
 from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._torch import take_apart
-from pyro_structvi.posterior.batch_statistics import BatchStatistics, warn_of_shared_statistics
 from pyro_structvi.posterior.runs import (
+    BatchStatistics,
     find_observation,
     is_unused,
     run_at_draw,
     sites_from_model,
     tensors_in,
+    warn_of_shared_statistics,
 )
 from pyro_structvi.sites.finding import separate_randomness
-from pyro_structvi.sites.joint_posterior import are_plain, in_one_pass, stack_draws
+from pyro_structvi.sites.site_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import SameMember
 from pyro_structvi.weights.lazy import as_drawn
@@ -34,6 +35,9 @@ from pyro_structvi.weights.site_role import SiteRole
 
 Posterior = Program | Mapping[str, Tensor]
 Values = dict[str, Tensor]
+Draws = tuple[Values, Values]  # values of sites, and statistics of batch normalization
+D = TypeVar("D")
+T = TypeVar("T")
 Batch = tuple[tuple[Any, ...], Tensor | None]
 Read = Callable[[Any, Any, Tensor | None], Values]
 
@@ -64,16 +68,7 @@ def as_arguments(x: Any, name: str = "x") -> tuple[Any, ...]:
 
 
 def as_batches(args: tuple[Any, ...], y: Tensor | None, batch_size: int | None) -> list[Batch]:
-    """Split a model's arguments and observations into mini-batches along the first dimension.
-
-    Args:
-        args: The arguments; a mapping becomes a dict.
-        y: Observations, or None.
-        batch_size: Examples in a mini-batch; None for all.
-
-    Raises:
-        ValueError: If lengths differ.
-    """
+    """Split a model's arguments and observations into mini-batches along the first dimension."""
     if y is not None:
         check_tensors("y", y)
     # Tensors in a mapping may have another length unless they are split, as the edges of a graph.
@@ -113,16 +108,7 @@ def batches_of(
 
 
 def count_draws(posterior: Posterior, num_samples: int | None) -> int:
-    """Return the number of draws.
-
-    Args:
-        posterior: A guide, or draws by site with the draw as first dimension.
-        num_samples: The given number. None for all given draws, each member of a mixture of points, or
-            100 draws of another guide.
-
-    Raises:
-        ValueError: If there are fewer draws, or sites have different numbers.
-    """
+    """Return the number of draws."""
     if not isinstance(posterior, Mapping):
         is_of_points = getattr(posterior, "is_of_points", False)
         members = getattr(posterior, "num_members", 1)
@@ -147,11 +133,7 @@ def spaced(available: int, total: int) -> list[int]:
 def _sampler(
     posterior: Posterior, total: int, args: tuple[Any, ...]
 ) -> Callable[[Sequence[int]], Values]:
-    """Return a function from numbers of draws below ``total`` to draws ``(count, *shape)`` by site.
-
-    The parameters of a :class:`StructuredGuide` are read once. Given draws are evenly spaced. Other
-    guides are called with ``args``.
-    """
+    """Return a function from numbers of draws below ``total`` to draws ``(count, *shape)`` by site."""
     if isinstance(posterior, Mapping):
         chosen = spaced(count_draws(posterior, None), total)
         return lambda numbers: {
@@ -206,18 +188,8 @@ class Passes:
     be validated under vmap, so a pass with an invalid distribution or observation runs again one by one,
     which raises the usual error. A model that torch cannot vectorize also runs one by one.
 
-    Args:
-        model: The model.
-        posterior: A guide, or draws by site.
-        batches: Mini-batches: the model's arguments, and observations or None.
-        site: The name of the observed site, if ambiguous.
-        read: From the observed node of a trace, the model's return value and the observations to the
-            values to keep, by name.
-        max_memory: Memory for weights and layer outputs of one pass, in GiB.
-        batch_statistics: Inputs for statistics of batch normalization; None for running statistics.
-
-    Attributes:
-        observed: The name of the observed site, after the first pass.
+    ``read`` returns what is kept of a run, given the observed node, the model's return value and the
+    observations. ``observed`` is the name of the observed site, after the first pass.
     """
 
     def __init__(
@@ -249,90 +221,83 @@ class Passes:
     def run(self, total: int) -> Iterator[Pass]:
         """Yield the passes of all draws; each draw runs on all mini-batches before the next one."""
         draw = _sampler(self._posterior, total, self._batches[0][0])
-        first = draw(range(1))
+        values = draw(range(1))
         with counted_bytes() as layers:
-            statistics = self._measure(first)
-            outputs = self._run_first(first, statistics)
-        yield Pass(0, self._kept(first), outputs)
-        yield from self._run_batches(first, statistics, 1)
-        weights = _bytes_of(first.values())
+            first = self._measured(values)
+            outputs = self._run_first(first)
+        yield self._pass_of(0, first, outputs)
+        yield from self._run_batches(first, 1)
+        weights = _bytes_of(values.values())
         # The number of draws at once depends on no inputs, so that a seed determines the draws.
         at_once = self._fitting(weights)
         in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs.values()))
         for start in range(1, total, at_once):
             for part in _split(draw(range(start, min(start + at_once, total))), in_pass):
-                yield from self._run_batches(part, self._measure(part))
-
-    def _kept(self, values: Values) -> Values:
-        return {name: value for name, value in values.items() if name not in self._new}
+                yield from self._run_batches(self._measured(part))
 
     def _fitting(self, bytes_each: int) -> int:
         return max(1, int(self._max_bytes / max(1, bytes_each)))
 
-    def _run_batches(self, values: Values, statistics: Values, start: int = 0) -> Iterator[Pass]:
+    def _run_batches(self, draws: Draws, start: int = 0) -> Iterator[Pass]:
         for batch in range(start, len(self._batches)):
-            yield Pass(batch, self._kept(values), self._run(values, statistics, batch))
+            yield self._pass_of(batch, draws, self._run(draws, batch))
 
-    def _measure(self, values: Values) -> Values:
-        """Return statistics of batch normalization, ``(draws, ...)`` by name; none without inputs."""
-        if self._statistics is None:
-            return {}
-        if _count(values) > 1 and not self._in_turn:
-            measured = in_one_pass(self._measure_one, values)
-            if measured is not None:
-                return measured
-            self._in_turn = True
-        return stack_draws([self._measure_one(_only(one)) for one in _split(values, 1)])
+    def _pass_of(self, batch: int, draws: Draws, outputs: Values) -> Pass:
+        kept = {name: value for name, value in draws[0].items() if name not in self._new}
+        return Pass(batch, kept, outputs)
 
-    def _measure_one(self, values: Values) -> Values:
-        assert self._statistics is not None
-        run = partial(run_at_draw, self._model, values, new=self._new, unused=self._unused)
-        return self._statistics.measure(run)
+    def _measured(self, values: Values) -> Draws:
+        """Return draws with their statistics of batch normalization; none without inputs for them."""
+        statistics = self._statistics
+        if statistics is None:
+            return values, {}
 
-    def _run_first(self, values: Values, statistics: Values) -> Values:
+        def measure(own: Values) -> Values:
+            run = partial(run_at_draw, self._model, own, new=self._new, unused=self._unused)
+            return statistics.measure(run)
+
+        together = self._run_together(measure, values)
+        each = together or stack_draws([measure(_only(one)) for one in _split(values, 1)])
+        return values, each
+
+    def _run_first(self, draws: Draws) -> Values:
         """Run the first draw, and again if it has sites that must be sampled from the model."""
-        own = _only(values)
-        inputs = self._batches[0][0]
-        self._in_turn = not are_plain([*own.values(), *inputs, *tensors_in(self._model)])
+        own, inputs = _only(draws), self._batches[0][0]
+        self._in_turn = not are_plain([*own[0].values(), *inputs, *tensors_in(self._model)])
         with separate_randomness():  # this run samples observations, which later runs may leave out
-            trace, node = self._trace(own, _only(statistics), 0, counts=True)
+            trace, node = self._trace(own, 0, counts=True)
         self._unused = self.observed if is_unused(trace, node) else None
-        self._new = sites_from_model(trace, node, own, len(self._batches) == 1)
+        self._new = sites_from_model(trace, node, own[0], len(self._batches) == 1)
         if self._new:
-            return self._run(values, statistics, 0)
+            return self._run(draws, 0)
         return stack_draws([self._outputs(trace, node, 0)])
 
-    def _run(self, values: Values, statistics: Values, batch: int) -> Values:
+    def _run(self, draws: Draws, batch: int) -> Values:
         """Run draws together if possible, else one by one."""
-        if _count(values) > 1 and not self._in_turn:
-            together = self._run_together(values, statistics, batch)
-            if together is None:
-                self._in_turn = True
-            elif together[1].all():
-                return together[0]
-        each = _split(statistics, 1) if statistics else [statistics] * _count(values)
-        return stack_draws([
-            self._outputs(*self._trace(_only(one), _only(own), batch), batch)
-            for one, own in zip(_split(values, 1), each, strict=True)
-        ])
 
-    def _run_together(
-        self, values: Values, statistics: Values, batch: int
-    ) -> tuple[Values, Tensor] | None:
-        """Run draws in one pass; return outputs and the validity of each draw, or None on failure."""
-
-        def run(own: tuple[Values, Values]) -> tuple[Values, Tensor]:
-            trace, node = self._trace(*own, batch)
+        def run(own: Draws) -> tuple[Values, Tensor]:
+            trace, node = self._trace(own, batch)
             is_valid = _is_valid(trace, node, self._batches[batch][1])
             return self._outputs(trace, node, batch), is_valid
 
-        return in_one_pass(run, (values, statistics))
+        together = self._run_together(run, draws)
+        if together is not None and together[1].all():
+            return together[0]
+        return stack_draws([
+            self._outputs(*self._trace(_only(one), batch), batch) for one in _split(draws, 1)
+        ])
 
-    def _trace(
-        self, values: Values, statistics: Values, batch: int, counts: bool = False
-    ) -> tuple[Any, Any]:
+    def _run_together(self, run: Callable[[D], T], draws: D) -> T | None:
+        """Run a function at several draws in one pass; None for one draw, or if torch cannot do so."""
+        if self._in_turn or len(next(nested_tensors(draws))) == 1:
+            return None
+        found = in_one_pass(run, draws)
+        self._in_turn = found is None
+        return found
+
+    def _trace(self, draw: Draws, batch: int, counts: bool = False) -> tuple[Any, Any]:
         """Run the model at a draw; return the trace and its observed node."""
-        args, _ = self._batches[batch]
+        (values, statistics), (args, _) = draw, self._batches[batch]
         with self._statistics.used(statistics) if self._statistics else nullcontext():
             trace = run_at_draw(self._model, values, args, self._new, self._unused, counts)
         self.observed = find_observation(trace, values, self._site)
@@ -384,16 +349,13 @@ def _bytes_of(values: Iterable[Any]) -> int:
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
-def _count(values: Values) -> int:
-    return len(next(iter(values.values())))
-
-
-def _split(values: Values, size: int) -> list[Values]:
+def _split(draws: D, size: int) -> list[D]:
     """Split stacked draws into parts of a size."""
-    parts = {name: value.split(size) for name, value in values.items()}
-    return [dict(zip(parts, part, strict=True)) for part in zip(*parts.values(), strict=True)]
+    starts = range(0, len(next(nested_tensors(draws))), size)
+    return [map_nested(itemgetter(slice(start, start + size)), draws) for start in starts]
 
 
-def _only(values: Values) -> Values:
+def _only(draws: D) -> D:
     """Return the single draw of a stack."""
-    return {name: value.squeeze(0) for name, value in values.items()}
+    only: D = map_nested(lambda value: value.squeeze(0), draws)
+    return only

@@ -72,28 +72,21 @@ class Prediction:
     mean: Tensor
     variance: Tensor
     function_variance: Tensor
-    entropy: Tensor | None
-    mutual_information: Tensor | None
-    log_density: Tensor | None
-    functions: Any
-    likelihood: Any
-    num_samples: int
+    entropy: Tensor | None = None
+    mutual_information: Tensor | None = None
+    log_density: Tensor | None = None
+    functions: Any = None
+    likelihood: Any = None
+    num_samples: int = 0
 
     def __repr__(self) -> str:
-        """Return the shapes of the tensors."""
         given = [(name, each) for name, each in vars(self).items() if isinstance(each, Tensor)]
         shapes = ", ".join(f"{name}: {shape_text(each.shape)}" for name, each in given)
         return f"Prediction({shapes}; {self.num_samples} draws)"
 
     @checked
     def sample_observations(self, num_samples: Count = 1) -> Tensor:
-        """Sample observations, including noise.
-
-        Args:
-            num_samples: Samples for each of the S draws of the weights.
-
-        Returns:
-            Samples ``(num_samples * S, N, *event)``.
+        """Sample observations ``(num_samples * S, N, *event)``, including noise, for S draws of weights.
 
         Raises:
             ValueError: If classes were streamed.
@@ -110,10 +103,7 @@ class Prediction:
         and counts.
 
         Args:
-            q: A level strictly between 0 and 1, or several, ``(Q,)``.
-
-        Returns:
-            The quantiles ``(N, *event)``, or ``(Q, N, *event)``.
+            q: A level strictly between 0 and 1, or several, ``(Q,)``, for ``(Q, N, *event)``.
 
         Raises:
             ValueError: If a level is not between 0 and 1, or the observations are classes.
@@ -137,14 +127,9 @@ class Prediction:
 
     @checked
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return the central interval that contains an observation with a probability.
+        """Return the central interval that contains an observation with probability ``level``.
 
-        Args:
-            level: The probability, strictly between 0 and 1.
-
-        Returns:
-            Lower and upper ends, each ``(N, *event)``: the quantiles at ``(1 - level) / 2`` and
-            ``(1 + level) / 2``.
+        Its ends, each ``(N, *event)``, are the quantiles at ``(1 - level) / 2`` and ``(1 + level) / 2``.
 
         Raises:
             ValueError: If the level is not between 0 and 1, or the observations are classes.
@@ -184,8 +169,7 @@ def predict(
     A draw fixes all global sites, so the model is one function over all inputs and mini-batches. Local
     latent sites, in a plate with observations, take the posterior's values if the plate has its fitted
     size, and are sampled from the model otherwise; a :class:`LocalLatentWarning` names them. The model
-    runs in evaluation mode. Several draws run in one pass if :func:`torch.func.vmap` can vectorize the
-    model; its Python code then runs once for them.
+    runs in evaluation mode, at several draws in one pass if :func:`torch.func.vmap` can vectorize it.
 
     Args:
         model: A model that samples its observations when called with inputs only.
@@ -207,10 +191,6 @@ def predict(
         progress: Whether to show a progress bar.
         differentiable: Whether to keep gradients with respect to inputs and parameters.
 
-    Returns:
-        Moments, entropies and densities in at least single precision, and function values unless
-        streamed.
-
     Raises:
         TypeError: If ``posterior`` is neither a guide nor draws, or an input is a number.
         ValueError: If ``batch_statistics`` are given for a model without batch normalization, a number
@@ -229,7 +209,7 @@ def predict(
     batches = batches_of(one_or_several(inputs), y, batch_size, posterior)
     total = count_draws(posterior, num_samples)
     reader = _Reader(len(batches), not stream, -(-total // MOST_STREAMED) if stream else 1)
-    averages = [_Averages() for _ in batches]
+    averages = [Averages() for _ in batches]
     kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
     bar = tqdm(total=total, desc="predict", disable=not progress)
     with ONE_THREAD, evaluation_mode(model, differentiable), bar:
@@ -241,8 +221,7 @@ def predict(
                 bar.update(len(done.outputs["mean"]))
     moments = [own.result(reader.entropy) for own in averages]
     joined: dict[str, Any] = {name: torch.cat([m[name] for m in moments]) for name in moments[0]}
-    missing: dict[str, Any] = dict.fromkeys(("entropy", "mutual_information", "log_density"))
-    return Prediction(**missing | joined | reader.draws(kept), num_samples=total)
+    return Prediction(**joined | reader.draws(kept), num_samples=total)
 
 
 def one_or_several(inputs: tuple[Any, ...]) -> Any:
@@ -256,13 +235,7 @@ def one_or_several(inputs: tuple[Any, ...]) -> Any:
 
 
 class _Reader:
-    """Reads moments, function values and likelihoods at each draw, and stacks them.
-
-    Args:
-        num_batches: Number of mini-batches.
-        keeps: Whether to keep function values.
-        stride: Every ``stride``-th draw has its likelihood kept.
-    """
+    """Reads moments at each draw, and keeps function values and every ``stride``-th likelihood."""
 
     def __init__(self, num_batches: int, keeps: bool, stride: int = 1) -> None:
         self.num_batches, self.keeps, self.stride = num_batches, keeps, stride
@@ -318,7 +291,7 @@ class _Reader:
     def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
         """Return stacked functions and likelihoods, given the kept parts of each mini-batch."""
         if self.likelihood is None or not kept[0][0]:
-            return {"functions": None, "likelihood": None}
+            return {}
         columns = {
             name: [torch.cat([done[name] for done in own]) for own in kept] for name in kept[0][0]
         }
@@ -335,7 +308,7 @@ class _Reader:
 _AVERAGED = ("mean", "variance", "entropy")
 
 
-class _Averages:
+class Averages:
     """Averages over draws, updated with several draws at a time.
 
     References:
@@ -382,16 +355,17 @@ class _Averages:
 
 
 class _StackedLikelihood:
-    """Stacks the likelihoods of single draws.
-
-    Args:
-        template: The likelihood at one draw; its first batch dimension is the examples.
-    """
+    """Stacks the likelihoods of single draws."""
 
     def __init__(self, template: Any) -> None:
         self.template = template = _without_lazy(template)
         batch = template.batch_shape
-        found = {id(tensor): (path, tensor) for path, tensor in _paths(template)}
+        found = {
+            id(value): (prefix + name, value)
+            for prefix, part in _parts(template)
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor)
+        }
         fits = all(tensor.shape[: len(batch)] == batch for _, tensor in found.values())
         can_stack = bool(tensors_of(template)) and bool(batch) and fits
         self.paths = {f"likelihood.{path}": key for key, (path, _) in found.items() if can_stack}
@@ -406,9 +380,9 @@ class _StackedLikelihood:
             return None
         new = {key: tensors[name] for name, key in self.paths.items()}
         stacked = map_tensors(self.template, lambda old: new.get(id(old), old))
-        shared = {id(part) for part in _parts(self.template)}
+        shared = {id(part) for _, part in _parts(self.template)}
         shape = next(iter(new.values())).shape[:2]
-        for part in _parts(stacked):
+        for _, part in _parts(stacked):
             if id(part) not in shared:
                 part._batch_shape = shape + part.batch_shape[1:]
         return stacked
@@ -428,19 +402,12 @@ def _without_lazy(distribution: Any) -> Any:
     return new
 
 
-def _paths(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _parts(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a distribution and those within it, with the beginnings of their attributes' paths."""
+    yield prefix, distribution
     for name, value in vars(distribution).items():
-        if isinstance(value, Tensor):
-            yield prefix + name, value
-        elif isinstance(value, Distribution):
-            yield from _paths(value, f"{prefix}{name}.")
-
-
-def _parts(distribution: Any) -> Iterator[Any]:
-    yield distribution
-    for value in vars(distribution).values():
         if isinstance(value, Distribution):
-            yield from _parts(value)
+            yield from _parts(value, f"{prefix}{name}.")
 
 
 def _mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:

@@ -53,8 +53,7 @@ def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningRepo
 
     Args:
         guide: A trained guide with inducing weights, changed in place.
-        amount: The fraction of zeros, including earlier calls, at least 0 and below 1. The smallest
-            magnitudes over all sites are pruned.
+        amount: The fraction of zeros over all sites, including earlier calls, at least 0 and below 1.
 
     Raises:
         ValueError: If ``amount`` is out of range or smaller than in an earlier call, or if the guide has
@@ -167,7 +166,6 @@ def _target(amount: float, total: int, pruned: int) -> int:
 
 
 def _count_pruned(posterior: SitePosterior) -> int:
-    """Return the number of pruned elements of a site."""
     masks = [
         mask for name, mask in posterior.named_buffers() if name == "kept" or name.endswith("_mask")
     ]

@@ -1,7 +1,9 @@
-"""Runs of a model at a draw of its latent sites."""
+"""Runs of a model at a draw of its latent sites, and statistics of batch normalization at the draw."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pyro.poutine as poutine
@@ -12,24 +14,30 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Bernoulli
 
-from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, shape_text
+from pyro_structvi._checks import (
+    check_no_nan,
+    check_same_kind,
+    check_shape,
+    naming,
+    shape_text,
+    warn_user,
+)
 from pyro_structvi._torch import inside_transform, own_tensors, take_apart
 from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
+from pyro_structvi.sites.finding import in_evaluation, modules_of
 from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import base_of, in_single
+
+_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _AtDraw(Messenger):
     """Gives latent sites the values of a draw if the shapes agree; observed sites keep their values.
 
-    A value of another shape is left out, since it may belong to a local latent of other examples.
-
-    Args:
-        values: The draw, by site.
-        unused: A site that the model does not use; it gets NaN in place of a sample.
-        counts: Whether to count the uses of values sampled from the model.
+    A value of another shape is left out, since it may belong to a local latent of other examples. An
+    unused site gets NaN in place of a sample; with ``counts`` other samples count their uses.
     """
 
     def __init__(self, values: Mapping[str, Tensor], unused: str | None, counts: bool) -> None:
@@ -60,22 +68,19 @@ def run_at_draw(
     unused: str | None = None,
     counts: bool = False,
 ) -> Any:
-    """Run the model at a draw of its latent sites and return the trace.
-
-    Args:
-        model: The model.
-        values: The draw, by site; all other sites are sampled from the model.
-        args: The arguments of the model.
-        new: Sites of the draw to sample from the model nevertheless.
-        unused: A site that needs no sample.
-        counts: Whether to count uses, for :func:`is_unused`.
-    """
+    """Run the model at a draw of its latent sites without the ``new`` ones, and return the trace."""
     given = {name: value for name, value in values.items() if name not in new}
     try:
         with poutine.block(), poutine.mask(mask=False):
             return poutine.trace(_AtDraw(given, unused, counts)(model)).get_trace(*args)
     except RuntimeError as error:
-        _explain_mismatch(values, args, error)
+        for index, value in enumerate(args if values else ()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                name, draw = next(iter(values.items()))
+                try:
+                    check_same_kind(f"x[{index}]" if len(args) > 1 else "x", value, name, draw)
+                except ValueError as mismatch:
+                    raise mismatch from error
         raise
 
 
@@ -87,28 +92,8 @@ def is_unused(trace: Any, node: Any) -> bool:
     return is_counted and value.use.count == 0 and not any(each is value for each in returned)
 
 
-def _explain_mismatch(
-    values: dict[str, Tensor], args: tuple[Any, ...], error: RuntimeError
-) -> None:
-    """Raise a clear error if the device or dtype of an input differs from the draw."""
-    if not values:
-        return
-    name, draw = next(iter(values.items()))
-    for index, value in enumerate(args):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            try:
-                check_same_kind(f"x[{index}]" if len(args) > 1 else "x", value, name, draw)
-            except ValueError as mismatch:
-                raise mismatch from error
-
-
 def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:
-    """Return the name of the observed site of a model that ran without observations.
-
-    Args:
-        trace: The trace of a run at a draw.
-        values: The draw, by site.
-        site: The name if the caller gave it.
+    """Return the name of the observed site of a model that ran at a draw without observations.
 
     Raises:
         ValueError: If there is no such site, if there are several candidates, or if the sites of the
@@ -119,21 +104,35 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
         for name, node in trace.nodes.items()
         if node["type"] == "sample" and not site_is_subsample(node)
     }
-    unknown = [name for name in values if name not in nodes]
     drawn = [name for name, node in nodes.items() if not node["is_observed"]]
     free = [name for name in drawn if name not in values]
     marked = [name for name in free if SiteRole.of(nodes[name]).is_observation]
     candidates = [name for name in free if name == site] if site else marked or free
-    if len(candidates) != 1:
-        _check_sites(nodes, values, [], unknown)
+    observed = str(candidates[0]) if len(candidates) == 1 else ""
+    plates = _plates_of(nodes[observed]) if observed else set()
+    missing = [
+        name
+        for name in (drawn if observed else ())
+        if name != observed and not plates & _plates_of(nodes[name])
+    ]
+    for name in missing:
+        if name in values:
+            raise ValueError(
+                f"`posterior` must give the site '{name}' values of the model's shape "
+                f"{shape_text(nodes[name]['fn'].shape())}, but got {shape_text(values[name].shape)}."
+            )
+    unknown = [name for name in values if name not in nodes]
+    if missing or unknown:
+        raise ValueError(
+            "`posterior` must have the latent sites of the model, but these are missing in it: "
+            f"{missing}, and these are not in the model: {unknown}. Pass the guide of this very "
+            "model, or rename the draws."
+        )
+    if not observed:
         raise ValueError(
             f"The observed site must be one of {free}"
             + (f", but got `site='{site}'`." if site else ": pass its name as `site=`.")
         )
-    observed = str(candidates[0])
-    plates = _plates_of(nodes[observed])
-    missing = [name for name in drawn if name != observed and not plates & _plates_of(nodes[name])]
-    _check_sites(nodes, values, missing, unknown)
     return observed
 
 
@@ -141,41 +140,12 @@ def _plates_of(node: Any) -> set[str]:
     return {frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
 
 
-def _check_sites(
-    nodes: Mapping[str, Any],
-    values: Mapping[str, Tensor],
-    missing: Sequence[str],
-    unknown: Sequence[str],
-) -> None:
-    """Raise a ``ValueError`` if a draw lacks sites of the model or has unknown sites."""
-    for name in missing:
-        if name in values:
-            expected = shape_text(nodes[name]["fn"].shape())
-            raise ValueError(
-                f"`posterior` must give the site '{name}' values of the model's shape {expected}, but "
-                f"got {shape_text(values[name].shape)}."
-            )
-    if missing or unknown:
-        raise ValueError(
-            "`posterior` must have the latent sites of the model, but these are missing in it: "
-            f"{[*missing]}, and these are not in the model: {[*unknown]}. Pass the guide of this very "
-            "model, or rename the draws."
-        )
-
-
 def sites_from_model(
     trace: Any, observed: Any, values: Mapping[str, Tensor], is_whole: bool
 ) -> set[str]:
     """Return the local latent sites of a draw that must be sampled from the model, and warn of them.
 
-    Args:
-        trace: The trace of a run at the draw.
-        observed: The observed node of the trace.
-        values: The draw, by site.
-        is_whole: Whether the run had all examples, not a mini-batch.
-
-    Returns:
-        The names; none if the posterior was fitted to as many examples.
+    There are none if the run had all examples, ``is_whole``, and the posterior was fitted to as many.
     """
     plates = _plates_of(observed)
     local = [name for name in values if plates & _plates_of(trace.nodes[name])]
@@ -186,23 +156,25 @@ def sites_from_model(
 
 
 def observed_log_prob(node: Any, y: Tensor) -> Tensor:
-    """Return the log density of observations, in at least single precision, zero if masked by the model.
+    """Return the log density of observations in at least single precision, zero where masked."""
+    likelihood, mask = in_single(node["fn"]), node["infer"]["own_mask"]
+    shape = likelihood.batch_shape + likelihood.event_shape
+    y = checked_observations(y, likelihood, shape)
+    with autocast_off(y):
+        log_density: Tensor = scale_and_mask(likelihood.log_prob(y), mask=mask)
+    return log_density
 
-    Args:
-        node: The observed node of a trace.
-        y: The observations, of the shape of the likelihood.
-    """
-    likelihood, mask = node["fn"], node["infer"]["own_mask"]
+
+def checked_observations(y: Tensor, likelihood: Any, shape: Sequence[int]) -> Tensor:
+    """Check observations of a likelihood, and return them in the dtype that it takes."""
     check_no_nan("y", y)
-    check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")
-    y, likelihood = at_least_single(y), in_single(likelihood)
+    check_shape("y", y, shape, "that of the predictions")
+    y = at_least_single(y)
     if not likelihood.support.is_discrete:
         check_same_kind("y", y, "prediction.mean", likelihood.mean)
     elif isinstance(base_of(likelihood), Bernoulli):
         y = y.to(likelihood.mean)  # torch needs labels in the dtype of the probabilities
-    with autocast_off(y):
-        log_density: Tensor = scale_and_mask(likelihood.log_prob(y), mask=mask)
-    return log_density
+    return y
 
 
 def tensors_in(model: Any) -> list[Tensor]:
@@ -210,21 +182,94 @@ def tensors_in(model: Any) -> list[Tensor]:
     return [tensor for module in modules_of(model) for tensor in own_tensors(module)]
 
 
-def modules_of(model: Any) -> list[nn.Module]:
-    """Return the modules of a model, which may be a function or under handlers."""
-    module = poutine.unwrap(model)
-    return [*module.modules()] if isinstance(module, nn.Module) else []
-
-
 @contextmanager
 def evaluation_mode(model: Any, differentiable: bool = False) -> Iterator[None]:
     """Run a block in evaluation mode, without gradients unless ``differentiable``."""
-    training = [module for module in modules_of(model) if module.training]
-    try:
-        for module in training:
-            module.training = False
-        with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+    with_gradients = differentiable and torch.is_grad_enabled()
+    with in_evaluation(modules_of(model)), torch.set_grad_enabled(with_gradients):
+        yield
+
+
+# ---- batch normalization -------------------------------------------------------------------------
+
+
+class SharedStatisticsWarning(UserWarning):
+    """Members of an ensemble share the running statistics of batch normalization."""
+
+
+class BatchStatistics:
+    """Mean and variance of the inputs of batch normalization, measured at a draw.
+
+    Running statistics are averages over the draws of training. They fit no member of an ensemble, whose
+    features differ.
+    """
+
+    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.args, self._layers = args, _running_layers(model)
+        if not self._layers:
+            raise ValueError(
+                "`batch_statistics` is for models with batch normalization that has running statistics, "
+                "but got one without. Leave it out."
+            )
+
+    def measure(self, run: Callable[..., Any]) -> dict[str, Tensor]:
+        """Run the model at a draw on the reference inputs; return statistics by layer and call."""
+        found: dict[str, Tensor] = {}
+
+        def act(name: str, layer: Any, inputs: Tensor) -> None:
+            dims = [dim for dim in range(inputs.dim()) if dim != 1]
+            mean = inputs.mean(dims).to(layer.running_mean.dtype)
+            variance = inputs.var(dims, correction=0).to(layer.running_var.dtype)
+            found.update({f"{name}.mean": mean, f"{name}.variance": variance})
+            _set_statistics(layer, mean, variance)
+
+        with self._before_each(act), naming("batch_statistics", self.args):
+            run(self.args)
+        return found
+
+    @contextmanager
+    def used(self, found: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the layers use measured statistics in this block."""
+
+        def act(name: str, layer: nn.Module, inputs: Tensor) -> None:
+            _set_statistics(layer, found[f"{name}.mean"], found[f"{name}.variance"])
+
+        with self._before_each(act):
             yield
-    finally:
-        for module in training:
-            module.training = True
+
+    @contextmanager
+    def _before_each(self, act: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
+        """Call a function before each call of a layer, and restore running statistics afterwards."""
+
+        def hook(number: int, calls: Iterator[int], layer: nn.Module, args: Any) -> None:
+            act(f"{number}.{next(calls)}", layer, args[0])
+
+        with ExitStack() as handles:
+            for number, layer in enumerate(self._layers):
+                handles.callback(_set_statistics, layer, layer.running_mean, layer.running_var)
+                handle = layer.register_forward_pre_hook(partial(hook, number, count()))
+                handles.callback(handle.remove)
+            yield
+
+
+def warn_of_shared_statistics(model: Callable[..., Any]) -> None:
+    """Warn if members of an ensemble share running statistics in a model."""
+    if layers := _running_layers(model):
+        warn_user(
+            f"The members of this ensemble share the running statistics of {len(layers)} batch "
+            "normalizations, which are averages over members and fit none of them. Pass "
+            "`predict(..., batch_statistics=x)` with some hundred inputs of the training, or use a "
+            "normalization without running statistics, such as `torch.nn.GroupNorm`.",
+            SharedStatisticsWarning,
+        )
+
+
+def _running_layers(model: Callable[..., Any]) -> list[Any]:
+    layers = (layer for layer in modules_of(model) if isinstance(layer, _LAYERS))
+    return [layer for layer in layers if layer.running_mean is not None]
+
+
+def _set_statistics(layer: nn.Module, mean: Tensor, variance: Tensor) -> None:
+    # PyroModule's own assignment takes no tensors of a vmap.
+    nn.Module.__setattr__(layer, "running_mean", mean)
+    nn.Module.__setattr__(layer, "running_var", variance)

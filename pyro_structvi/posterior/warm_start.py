@@ -27,12 +27,8 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     truncated singular value decomposition to a small constant; positive factors keep the rank, and are
     the same for rank 1.
 
-    Args:
-        guide: A fitted guide, which is not changed.
-        rank: The k of the new posteriors.
-
     Raises:
-        ValueError: If the rank is not at least 1, or no weight has mean field.
+        ValueError: If no weight has mean field.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -63,11 +59,8 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
     """Return a copy of a fitted guide with full covariances and the same Gaussian distributions.
 
     The new guide starts at the ELBO of the fitted guide. A full covariance that starts at independent
-    elements needs many more steps.
-
-    Args:
-        guide: A fitted guide, which is not changed.
-        max_memory: As for :class:`~pyro_structvi.families.FullCovariance`, in GiB.
+    elements needs many more steps. ``max_memory`` is that of
+    :class:`~pyro_structvi.families.FullCovariance`, in GiB.
 
     Raises:
         ValueError: If no site has a Gaussian posterior with another family.
@@ -101,11 +94,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
 def _replace(
     guide: StructuredGuide, make: Callable[[SitePosterior], SitePosterior | None], needed: str
 ) -> StructuredGuide:
-    """Return a copy of a guide with new posteriors; ``make`` returns None for sites that stay.
-
-    Raises:
-        ValueError: If all sites stay; ``needed`` is the requirement in the message.
-    """
+    """Return a copy of a guide with new posteriors; ``make`` returns None for sites that stay."""
     new = copy.deepcopy(guide)
     families: dict[str, Family] = {}
     with torch.no_grad():
@@ -131,14 +120,11 @@ def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, 
 
     Args:
         scale: The matrix, ``(out, in)``, positive.
-        rank: The number k of columns of each factor.
+        rank: The number k of columns of each factor, ``(out, k)`` and ``(in, k)``.
         steps: The number of updates.
 
-    Returns:
-        Positive factors ``(out, k)`` and ``(in, k)``.
-
     Raises:
-        ValueError: If the rank is not at least 1, or a scale is not positive.
+        ValueError: If a scale is not positive.
 
     Example:
         >>> rows, columns = tie_scales(torch.tensor([[1.0, 2.0], [2.0, 4.0]]), rank=1)

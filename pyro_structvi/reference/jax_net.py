@@ -15,8 +15,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx, nn
 
 from pyro_structvi._pyro import declared_name, plain_class, site_name, site_values
-from pyro_structvi.nn.classifiers import BinaryClassifier, Classifier
-from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier, Likelihood
 from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
 
 _LAYERS = (nn.Linear, nn.Flatten, nn.Identity, nn.Dropout)

@@ -5,22 +5,22 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import pyro
-import pyro.poutine as poutine
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.runtime import am_i_wrapped, effectful
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 
 from pyro_structvi._checks import checked, naming, warn_user
 from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.family import KEY, CreatePlates, InitLocFn, check_options
-from pyro_structvi.sites.finding import find_sites_by_running, separate_randomness
+from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.latent_site import Plate
 
 _NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
@@ -44,6 +44,9 @@ def declare_parameters(guide: nn.Module) -> None:
         _declare(parameter, name=key)
 
 
+_declare = effectful(lambda parameter: parameter, type="param")
+
+
 def _name_of(guide: nn.Module) -> str:
     """Return the name of a guide in the param store, unique among the guides in it."""
     kind = type(guide).__name__
@@ -63,24 +66,12 @@ def _forget(name: str) -> None:
         forget_parameters(f"{name}.")
 
 
-def _identity(parameter: Tensor) -> Tensor:
-    return parameter
-
-
-_declare = effectful(_identity, type="param")
-
-
 class LocalLatentWarning(UserWarning):
     """Latents of single examples are sampled from the posterior or from the model."""
 
 
 def warn_of_local_latents(kept: Sequence[str], new: Sequence[str]) -> None:
-    """Warn of latents of single examples.
-
-    Args:
-        kept: The sites sampled from the posterior.
-        new: The sites sampled from the model.
-    """
+    """Warn of latents of single examples."""
     if kept:
         warn_user(
             f"The latents {[*kept]} of single examples take the values of the posterior, since it was "
@@ -94,20 +85,6 @@ def warn_of_local_latents(kept: Sequence[str], new: Sequence[str]) -> None:
             "examples that the posterior was fitted to, or not all of them at once.",
             LocalLatentWarning,
         )
-
-
-def of_other_examples(
-    model: Callable[..., Any],
-    shapes: Mapping[str, Size],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[str]:
-    """Return the local sites whose shapes in a run of the model differ from these, and warn of them."""
-    with separate_randomness():
-        found = find_sites_by_running(model, args, kwargs)
-    new = [name for name in shapes if name not in found or found[name].site.shape != shapes[name]]
-    warn_of_local_latents([name for name in shapes if name not in new], new)
-    return new
 
 
 MODEL_SUM = "model_sum"
@@ -127,14 +104,6 @@ class OwningAutoGuide(AutoGuide):
 
     A ``PyroModule`` reads its parameters from the param store, so that two guides of one class would
     train the same parameters. A copy is a guide of the same model; a pickled guide has no model.
-
-    Args:
-        model: The model.
-        init_loc_fn: As for :class:`~pyro_structvi.guides.StructuredGuide`.
-        create_plates: Likewise.
-
-    Attributes:
-        handed_out: The names of the parameters that :meth:`parameters` has returned.
     """
 
     def __init__(
@@ -145,7 +114,9 @@ class OwningAutoGuide(AutoGuide):
     ) -> None:
         super().__init__(model, create_plates=create_plates)
         self.init_loc_fn = init_loc_fn
-        self.handed_out: set[str] = set()
+        self.handed_out: set[str] = (
+            set()
+        )  # names of the parameters that `parameters()` has returned
         self.register_load_state_dict_pre_hook(check_options)
         self.register_state_dict_post_hook(_add_model_sum)
         self.register_load_state_dict_pre_hook(_take_model_sum)
@@ -182,7 +153,7 @@ class OwningAutoGuide(AutoGuide):
             self.handed_out.update(new)
 
     def warn_of_other_model(self) -> None:
-        """Warn if the guide was loaded, but its model was neither loaded nor trained."""
+        """Warn if the guide was loaded, and its model was neither loaded nor trained."""
         own = _model_sum(self)
         if self._model_sums is None or own is None or own != self._model_sums[1]:
             return
@@ -197,48 +168,33 @@ class OwningAutoGuide(AutoGuide):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the state dict of a guide with the same families and options.
+        """Load the state dict of a guide with the same families and options; see torch.
 
         On an error nothing changes.
-
-        Args:
-            state_dict: Parameters, buffers and options of families, by name.
-            strict: Whether missing and unexpected names are errors.
-            assign: Whether to use the tensors themselves instead of copying their values.
-
-        Returns:
-            The missing and the unexpected names, as in torch.
 
         Raises:
             RuntimeError: If families, options or shapes differ, or names with ``strict``.
         """
         check_options(self, state_dict, "")
         own = self.state_dict()
-        fits = {name: _fits(name, value, own) for name, value in state_dict.items()}
-        wrong_names = strict and (own.keys() != fits.keys())
+        fitting = {
+            name: own[name]
+            for name, value in state_dict.items()
+            # Options have any length.
+            if name in own
+            and (name.endswith(KEY) or getattr(value, "shape", None) == own[name].shape)
+        }
+        wrong_shapes = [name for name in state_dict if name in own and name not in fitting]
         with naming("state_dict", state_dict):
-            if wrong_names or not all(fit for name, fit in fits.items() if name in own):
+            if wrong_shapes or (strict and own.keys() != state_dict.keys()):
                 # Torch raises the error, and can load current values only.
-                kept = {name: own[name] if fit else state_dict[name] for name, fit in fits.items()}
-                super().load_state_dict(kept, strict)
+                super().load_state_dict({**state_dict, **fitting}, strict)
             return super().load_state_dict(state_dict, strict, assign)
 
     def make_plates(
         self, plates: Iterable[Plate], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return Pyro's plates for one pass, by name: from ``create_plates``, and for the sampled sites.
-
-        A guide in an ``AutoGuideList`` has the plates of the list.
-
-        Args:
-            plates: The plates of the sampled sites.
-            args: The model's arguments.
-            kwargs: Its keyword arguments.
-
-        Raises:
-            TypeError: If ``create_plates`` does not return plates.
-            ValueError: If a guide in an ``AutoGuideList`` has ``create_plates``.
-        """
+        """Return plates by name: of ``create_plates``, and around sites; or of an ``AutoGuideList``."""
         if self.master is not None:
             if self.create_plates is not None:
                 raise ValueError(
@@ -249,17 +205,15 @@ class OwningAutoGuide(AutoGuide):
             return own
         created = () if self.create_plates is None else self.create_plates(*args, **kwargs)
         made = {}
-        for plate in [created] if isinstance(created, pyro.plate) else created:
-            if not isinstance(plate, pyro.plate):
+        for given in [created] if isinstance(created, pyro.plate) else created:
+            if not isinstance(given, pyro.plate):
                 raise TypeError(
-                    f"`create_plates` must return a pyro.plate or several, but got {plate!r}."
+                    f"`create_plates` must return a pyro.plate or several, but got {given!r}."
                 )
-            made[plate.name] = plate
+            made[given.name] = given
         for plate in plates:
             if plate.name not in made:
-                made[plate.name] = pyro.plate(
-                    plate.name, plate.size, subsample_size=plate.subsample_size, dim=plate.dim
-                )
+                made[plate.name] = pyro.plate(**asdict(plate))
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -270,11 +224,7 @@ class OwningAutoGuide(AutoGuide):
         return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), **none}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the parameters.
-
-        The copy is a guide of the same model, or of its copy in ``deepcopy((model, guide))``, where the
-        model comes first.
-        """
+        """Copy the guide of the same model, or of its copy in ``deepcopy((model, guide))``."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -286,14 +236,14 @@ class OwningAutoGuide(AutoGuide):
 
 def _model_sum(guide: Any) -> Tensor | None:
     """Return the sum of a model's parameters and changing buffers without its sites, or None."""
-    module = poutine.unwrap(guide.model) if guide.model is not None else None
-    if not isinstance(module, nn.Module):
+    modules = modules_of(guide.model) if guide.model is not None else []
+    if not modules:
         return None
-    nets = (part for part in module.modules() if not isinstance(part, Likelihood))
+    nets = (part for part in modules if not isinstance(part, Likelihood))
     buffers = [pair for part in nets for pair in buffers_that_change(part)]
     kept = {id(value) for name, value in buffers if "_prior_" not in name}
-    kept |= {id(value) for value in module.parameters() if type(value) is nn.Parameter}
-    state = module.state_dict(keep_vars=True).values()  # persistent buffers only
+    kept |= {id(value) for value in modules[0].parameters() if type(value) is nn.Parameter}
+    state = modules[0].state_dict(keep_vars=True).values()  # persistent buffers only
     whole = [value.detach() for value in state if id(value) in kept and not value.is_meta]
     sums = [value.to(torch.complex64).abs().sum().cpu() for value in whole]
     return torch.stack(sums).sum() if sums else None
@@ -308,9 +258,3 @@ def _add_model_sum(guide: Any, state: dict[str, Any], prefix: str, metadata: Any
 def _take_model_sum(guide: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     saved, own = state.pop(f"{prefix}{MODEL_SUM}", None), _model_sum(guide)
     guide._model_sums = None if saved is None or own is None else (saved, own)
-
-
-def _fits(name: str, value: Any, own: Mapping[str, Any]) -> bool:
-    """Whether the shape of an entry fits; options may have any length."""
-    shape = getattr(value, "shape", None)
-    return name in own and (name.endswith(KEY) or shape == own[name].shape)

@@ -1,9 +1,8 @@
 """The contract of families, their options in state dicts, and the choice of families for sites."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, TypedDict
 
 import torch
@@ -11,7 +10,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
 from pyro_structvi._checks import NO_CLASS, CheckedFields, Positive, shape_text
-from pyro_structvi.nn.priors import matches
+from pyro_structvi.nn.priors import matches, matching
 from pyro_structvi.sites.latent_site import LatentSite, bijection_at
 from pyro_structvi.sites.parameterization import unit_of_lower
 from pyro_structvi.weights.site_role import LocalReparam
@@ -40,16 +39,14 @@ class Family(CheckedFields):
         raise NotImplementedError
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Return the starting values of the unconstrained parameters, by name.
+        """Return the starting values of the unconstrained parameters, new tensors by name.
+
+        For a site in plates each ends with the dimensions of the plates and of an unconstrained event.
 
         Args:
             site: The site.
             loc: The initial center of the posterior, a value of the site.
             scale: The initial standard deviation of each (unconstrained) element.
-
-        Returns:
-            New tensors. For a site in plates each ends with the dimensions of the plates and of an
-            unconstrained event, so that subsamples can be indexed.
         """
         raise NotImplementedError
 
@@ -62,11 +59,6 @@ class Family(CheckedFields):
 
         By default it is 1 for a logarithm, ``log_...``; it decreases with the size of a Cholesky factor,
         ``...lower``; any other parameter has the unit of the site.
-
-        Args:
-            site: The site.
-            name: The parameter's name.
-            value: The parameter.
         """
         if name.endswith("lower"):
             return unit_of_lower(value)
@@ -143,9 +135,7 @@ class MemoryLimitedFamily(MatrixFamily):
 
 
 def _memory_text(gibibytes: float) -> str:
-    if gibibytes >= 1024:
-        return f"{gibibytes / 1024:.3g} TiB"
-    return f"{gibibytes:.3g} GiB"
+    return f"{gibibytes / 1024:.3g} TiB" if gibibytes >= 1024 else f"{gibibytes:.3g} GiB"
 
 
 KEY = "_extra_state"  # torch's key for the result of `get_extra_state`
@@ -153,7 +143,7 @@ MOST_NAMED = 5
 
 
 def as_tensor(family: Family) -> Tensor:
-    """Return the class and the options of a family as the bytes of a JSON text, uint8.
+    """Return the options of a family as the bytes of a JSON text, uint8.
 
     A state dict then holds tensors only, as ``torch.load(..., weights_only=True)`` and safetensors
     require.
@@ -163,17 +153,9 @@ def as_tensor(family: Family) -> Tensor:
 
 
 def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Check the families and options of a module against a state dict, before it is loaded.
+    """Compare the families of a module with a state dict before it is loaded.
 
     Missing entries are left to torch.
-
-    Args:
-        module: The module to load into.
-        state: The state dict.
-        prefix: The prefix of the module's names in the state dict.
-
-    Raises:
-        RuntimeError: If they differ or cannot be read.
     """
     found = []
     for name, part in module.named_modules():
@@ -181,7 +163,13 @@ def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
         key = f"{prefix}{name}.{KEY}" if name else f"{prefix}{KEY}"
         if isinstance(family, Family) and site is not None and key in state:
             own, loaded = _read(key, as_tensor(family)), _read(key, state[key])
-            found += [f"{each} at the site '{site.name}'" for each in _differences(loaded, own)]
+            pairs = ((each, loaded.get(each), own.get(each)) for each in [*loaded, *own])
+            # A family of another class differs in all of its options.
+            different = next((pair for pair in pairs if pair[1] != pair[2]), None)
+            if different is not None:
+                option, theirs, ours = different
+                text = f"{option} = {theirs!s:.60} instead of {ours!s:.60}"
+                found.append(f"{text} at the site '{site.name}'")
     if found:
         more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
         raise RuntimeError(
@@ -191,21 +179,18 @@ def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
         )
 
 
-def _options_of(family: Family) -> dict[str, Any]:
-    """Return the class and the options that define the posterior."""
-    options = {field.name: getattr(family, field.name) for field in fields(family) if field.compare}
-    return {"family": type(family).__name__, **options}
+def _options_of(family: Family, name: str = "") -> dict[str, Any]:
+    """Return the class and the options that define a posterior, in families within it too, by name."""
+    options: dict[str, Any] = {name or "family": type(family).__name__}
+    for each in (own for own in fields(family) if own.compare):
+        value, inside = getattr(family, each.name), f"{name}.{each.name}".lstrip(".")
+        options |= _options_of(value, inside) if isinstance(value, Family) else {inside: value}
+    return options
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON supports."""
-    if isinstance(value, Family):
-        return _options_of(value)
-    if isinstance(value, (Integral, Real)):  # of NumPy
-        return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return type(value).__name__  # such as a function
+    """Return a value that JSON supports: of tensors and NumPy's numbers, and names of functions."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def _read(key: str, value: Any) -> dict[str, Any]:
@@ -219,29 +204,6 @@ def _read(key: str, value: Any) -> dict[str, Any]:
             "but they cannot be read. Leave the entry as it is, or drop it and pass `strict=False`."
         ) from error
     return options
-
-
-def _differences(loaded: Any, own: Any, name: str = "") -> Iterator[str]:
-    """Describe the differences between loaded options and the options of a family."""
-    if isinstance(loaded, dict) and isinstance(own, dict):
-        families = loaded.get("family"), own.get("family")
-        if families[0] != families[1]:
-            yield f"{name or 'family'} = {families[0]} instead of {families[1]}"
-            return
-        for each in dict.fromkeys([*loaded, *own]):
-            if loaded.get(each) != own.get(each) or (each in loaded) != (each in own):
-                yield from _differences(
-                    loaded.get(each, "nothing"),
-                    own.get(each, "nothing"),
-                    f"{name}.{each}".lstrip("."),
-                )
-    elif loaded != own:
-        yield f"{name} = {_text(loaded)} instead of {_text(own)}"
-
-
-def _text(value: Any) -> str:
-    text = str(value["family"]) if isinstance(value, dict) and "family" in value else str(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 InitLocFn = Annotated[Callable[[dict[str, Any]], Tensor | None], NO_CLASS]
@@ -264,26 +226,17 @@ DEFAULTS: list[Family] = []
 def choose_families(
     sites: Mapping[str, LatentSite], families: Mapping[str, Family]
 ) -> dict[str, Family]:
-    """Return the family of each site: of the first pattern with a family that fits, or a default.
-
-    Args:
-        sites: The sites by name.
-        families: The family for each pattern.
-
-    Raises:
-        ValueError: If a weight has no family, if the family of an exact site name does not fit, if a
-            site is discrete or has a support without a bijection from the real numbers, or if it lacks
-            the ``to_event`` that its family needs.
-    """
-    chosen = {name: _choose_family(site, families) for name, site in sites.items()}
-    unserved = [name for name, family in chosen.items() if family is None]
+    """Return the family of each site: of the first pattern with a family that fits, or a default."""
+    found = {name: _choose_family(site, families) for name, site in sites.items()}
+    chosen = {name: family for name, family in found.items() if family is not None}
+    unserved = [name for name in found if name not in chosen]
     if unserved:
         raise ValueError(
             f"No family was given for the weights {unserved}. The patterns of "
             f"`families` are {list(families)}, the model's sites {list(sites)}. Add a pattern, for "
             f"instance {{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
         )
-    return {name: family for name, family in chosen.items() if family is not None}
+    return chosen
 
 
 def has_own_pattern(bias: str, weight: str, patterns: Iterable[str]) -> bool:
@@ -332,7 +285,4 @@ def check_patterns(sites: Collection[str], families: Mapping[str, Family]) -> No
             "with `bayesianize(net, prior=1.0)`."
         )
     for pattern in families:
-        if not any(matches(name, pattern) for name in sites):
-            raise ValueError(
-                f"The pattern '{pattern}' of `families` matches none of the model's sites {list(sites)}."
-            )
+        matching(pattern, sites, "families", "model's sites")

@@ -3,7 +3,7 @@
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -25,12 +25,14 @@ from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, out
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.nn.random_module import buffers_that_change
+from pyro_structvi.nn.random_module import buffers_that_change, prior_of
 from pyro_structvi.sites.family import InitLocFn
 from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_at
 from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import base_of, example_of, feasible_point, median
+
+LAYOUT = ("fan_in", "input_dim", "groups")
 
 
 class UnusedSiteWarning(UserWarning):
@@ -43,15 +45,7 @@ class OtherRowsWarning(UserWarning):
 
 @dataclass
 class FoundSite:
-    """A latent site of a model.
-
-    Attributes:
-        site: Its description for families.
-        prior: Its distribution in the model.
-        initial: Its value before the net was made Bayesian, if it had one.
-        use: Its uses in one pass, with ``count`` None without a run.
-        is_declared: Whether a module declares it.
-    """
+    """A latent site of a model; ``initial`` is its value before the net was made Bayesian, if any."""
 
     site: LatentSite
     prior: Any
@@ -61,24 +55,18 @@ class FoundSite:
 
 
 def find_declared_sites(model: Any) -> dict[str, FoundSite]:
-    """Find the ``PyroSample`` attributes of a module tree, without running it.
-
-    Args:
-        model: Any callable; only a ``PyroModule`` declares sites.
-
-    Returns:
-        The sites by name, in the order of the tree.
-    """
+    """Find the ``PyroSample`` attributes of a module tree, without running it."""
     found: dict[str, FoundSite] = {}
-    computed = parametrized(model) if isinstance(model, nn.Module) else {}
-    for module in model.modules() if isinstance(model, nn.Module) else ():
+    if not isinstance(model, nn.Module):  # such as a handler, which may hide sites
+        return found
+    computed = parametrized(model)
+    for module in model.modules():
         if not isinstance(module, PyroModule):
             continue
-        for attribute, prior in declared_samples(module).items():
-            if getattr(prior, "is_tied", False):  # another module's site
+        for attribute, given in declared_samples(module).items():
+            if getattr(given, "is_tied", False):  # another module's site
                 continue
-            if not hasattr(prior, "sample"):
-                prior = getattr(prior, "at_median", prior)(module)
+            prior = prior_of(module, attribute)
             if isinstance(prior, Tensor):  # a deterministic function of other sites
                 continue
             name = declared_name(module, attribute)
@@ -91,18 +79,28 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
             initial = module.__dict__.get("initial_values", {}).get(attribute)
             shape = torch.Size(prior.shape())
             layout = layout_of(computed.get(id(module), module), attribute, shape)
-            site = LatentSite(
-                name,
-                shape,
-                prior.event_dim,
-                prior.support,
-                prior_scale=_scale_of(prior),
-                fan_in=layout.fan_in,
-                input_dim=layout.input_dim,
-                groups=layout.groups,
-            )
+            site = _describe(name, shape, prior, **vars(layout))
             found[name] = FoundSite(site, prior, initial, SiteUse(name), is_declared=True)
     return found
+
+
+def modules_of(model: Any) -> list[nn.Module]:
+    """Return the modules of a model, which may be a function or under handlers."""
+    module = poutine.unwrap(model)
+    return [*module.modules()] if isinstance(module, nn.Module) else []
+
+
+@contextmanager
+def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run a block with modules in evaluation mode."""
+    training = [module for module in modules if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -126,18 +124,6 @@ def find_sites_by_running(
     """Run the model once on samples of its prior, and record its latent sites and their uses.
 
     Buffers of the model, such as running statistics, are restored.
-
-    Args:
-        model: The model.
-        args: Its arguments, observations included.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        The sites by name, in the order of execution.
-
-    Raises:
-        TypeError: If the model does not accept these arguments.
-        ValueError: If a site can neither be sampled nor has a bijection onto its support.
     """
     check_call(model, args, kwargs)
     recorder = _SiteRecorder()
@@ -146,32 +132,24 @@ def find_sites_by_running(
     declared = find_declared_sites(poutine.unwrap(model))
     takes_checkpoints = any(found.use.eager_reason for found in recorder.found.values())
     for name, found in recorder.found.items():
-        counted = recorder.counted[name]
-        found.use.has_unknown_rows = bool(
-            recorder.num_examples and counted.num_examples - recorder.num_examples
-        )
-        found.use.has_other_rows = found.use.has_unknown_rows or counted.is_indexed
+        use, counted, examples = found.use, recorder.counted[name], recorder.num_examples
+        use.has_unknown_rows = bool(examples and counted.num_examples - examples)
+        use.has_other_rows = use.has_unknown_rows or counted.is_indexed
         # Another pass may use unused sites in a checkpoint as well.
-        if takes_checkpoints and found.use.count == 0:
-            found.use.eager_reason = CHECKPOINT
-        found.is_declared = name in declared
-        is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
-        found.site = replace(found.site, is_local=is_local)
-        if found.is_declared:
-            own = declared[name]
-            found.initial = own.initial
-            layout = {key: getattr(own.site, key) for key in ("fan_in", "input_dim", "groups")}
-            found.site = replace(found.site, **layout)
+        if takes_checkpoints and use.count == 0:
+            use.eager_reason = CHECKPOINT
+        further: dict[str, Any] = {
+            "is_local": any(each.name in recorder.observed_plates for each in found.site.plates)
+        }
+        if name in declared:
+            found.is_declared, found.initial = True, declared[name].initial
+            further |= {key: getattr(declared[name].site, key) for key in LAYOUT}
+        found.site = replace(found.site, **further)
     return recorder.found
 
 
 def warn_of_unused(found: Mapping[str, FoundSite], uses: Mapping[str, SiteUse]) -> None:
-    """Warn of unused sites, unless a function uses none at all.
-
-    Args:
-        found: The sites of the last run.
-        uses: The uses in all runs.
-    """
+    """Warn of unused sites, unless a function uses none at all."""
     own = [name for name in found if not found[name].site.plates]
     unused = [name for name in own if uses[name].count == 0]
     if unused and (len(unused) < len(own) or any(found[name].is_declared for name in own)):
@@ -222,39 +200,31 @@ class _SiteRecorder(ValuesWithoutDraws):
         name = msg["name"]
         if site_is_subsample(msg):
             return
+        frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
         if SiteRole.of(msg).is_observation:
-            frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
             self.observed_plates.update(frame.name for frame in frames)
             self.num_examples.update(frame.size for frame in frames)
             self.num_examples.update(msg["fn"].batch_shape[:1])
         if SiteRole.of(msg).is_observation or msg["is_observed"]:
             return
-        frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
         value: Tensor = msg["value"]
         if value.is_leaf and value.is_floating_point():
             value.requires_grad_()  # a model may differentiate by its parameters
-        event_dim, shape = msg["fn"].event_dim, list(value.shape)
-        plates = tuple(_plate_of(frame) for frame in frames)
-        for plate in plates:
-            shape[plate.dim - event_dim] = plate.size
-        site = LatentSite(
-            name,
-            torch.Size(shape),
-            event_dim,
-            msg["fn"].support,
-            plates,
-            prior_scale=_scale_of(msg["fn"]),
-        )
+        shape, plates = list(value.shape), list[Plate]()
+        for frame in frames:
+            size = frame.full_size or frame.size  # the number of all examples
+            subsample_size = frame.size if size != frame.size else None
+            plates.append(Plate(frame.name, size, frame.dim, subsample_size))
+            shape[frame.dim - msg["fn"].event_dim] = size
+        site = _describe(name, torch.Size(shape), msg["fn"], plates=tuple(plates))
         use = SiteUse(name)
         self.found[name] = FoundSite(site, msg["fn"], None, use)
         msg["value"] = self.counted[name] = CountedWeight(value, use)
 
 
-def _plate_of(frame: Any) -> Plate:
-    """Return a plate from a frame of Pyro's stack; its size is the number of all examples."""
-    if frame.full_size in (None, frame.size):
-        return Plate(frame.name, frame.size, frame.dim)
-    return Plate(frame.name, frame.full_size, frame.dim, frame.size)
+def _describe(name: str, shape: torch.Size, prior: Any, **further: Any) -> LatentSite:
+    scale = _scale_of(prior)
+    return LatentSite(name, shape, prior.event_dim, prior.support, prior_scale=scale, **further)
 
 
 def _scale_of(prior: Any) -> float | None:
@@ -273,27 +243,24 @@ def _scale_of(prior: Any) -> float | None:
 @contextmanager
 def trial_run(model: Callable[..., Any]) -> Iterator[None]:
     """Hide runs of a model from Pyro's handlers, and restore its buffers."""
-    contexts = (
+    with (
+        warnings.catch_warnings(),
+        pyro.validation_enabled(False),  # values do not matter here
         ONE_THREAD,
         torch.no_grad(),
         buffers_kept(model),
         outside_plates(),
         poutine.block(),
-    )
-    with warnings.catch_warnings(), ExitStack() as stack:
+    ):
         # A warning of activation checkpoints, which need no gradients here.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-        stack.enter_context(pyro.validation_enabled(False))  # values do not matter here
-        for context in contexts:
-            stack.enter_context(context)
         yield
 
 
 @contextmanager
 def buffers_kept(model: Any) -> Iterator[None]:
     """Restore the changing buffers of a model, such as running statistics, after a block."""
-    module = poutine.unwrap(model)
-    parts = module.modules() if isinstance(module, nn.Module) else ()
+    parts = modules_of(model)
     buffers = [(part, name, buffer) for part in parts for name, buffer in buffers_that_change(part)]
     try:
         for part, name, buffer in buffers:
@@ -350,15 +317,7 @@ def starting_at(start: Start) -> Iterator[None]:
 
 
 def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
-    """Return the initial center of the posterior of a site.
-
-    Args:
-        found: The site.
-        init_loc_fn: As for :class:`~pyro_structvi.guides.StructuredGuide`.
-
-    Raises:
-        ValueError: If ``init_loc_fn`` returns a value of another shape.
-    """
+    """Return the initial center of the posterior of a site."""
     site = found.site
     if _SHAPES_ONLY.get():
         dtype = None if found.initial is None else found.initial.dtype

@@ -1,18 +1,22 @@
 """Dependence of observations on weights and on other examples, traced through a model."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Self
 
-import pyro.poutine as poutine
 import torch
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_structvi._torch import BatchOrInstanceNorm
 from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
-from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
+from pyro_structvi.sites.finding import (
+    ValuesWithoutDraws,
+    in_evaluation,
+    modules_of,
+    separate_randomness,
+    trial_run,
+)
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 
@@ -25,27 +29,19 @@ def trace_gradient_paths(
     kwargs: dict[str, Any],
     uses: Mapping[str, SiteUse],
 ) -> None:
-    """Record which weights must be sampled for their gradients, and whether examples interact.
+    """Record in ``uses`` which weights must be sampled for gradients, and whether examples interact.
 
     A run with placeholders shows which weights receive gradients of the observations; if some receive
     none, a run with ordinary weights shows whether the placeholder is the reason. A run on the same
     samples with another first row of each layer's outputs shows whether other examples depend on it.
     Batch normalizations use their running statistics here.
-
-    Args:
-        model: The model.
-        args: Its arguments, observations included.
-        kwargs: Its keyword arguments.
-        uses: The counted uses of sites, changed in place.
-
-    Raises:
-        RuntimeError: If observations depend on a site without a gradient.
     """
     values: dict[str, Tensor] = {}
+    normalizations = [part for part in modules_of(model) if isinstance(part, BatchOrInstanceNorm)]
 
     def run(value_of: Value) -> _Probe:
         probe = _Probe(values, value_of)
-        with trial_run(model), _running_statistics(model), separate_randomness():
+        with trial_run(model), in_evaluation(normalizations), separate_randomness():
             with torch.enable_grad(), probe:
                 model(*args, **kwargs)
             probe.find_reached()
@@ -56,7 +52,7 @@ def trace_gradient_paths(
     plain = run(partial(_ProbedWeight, changed=()))
     used = {name for name, use in uses.items() if use.count and not use.eager_reason}
     if used - plain.reached:
-        drawn = run(_ordinary)
+        drawn = run(lambda name, leaf: leaf.clone())  # which a model may change in place
         _refuse(used - drawn.reached, drawn, run)
         for name in (used & drawn.reached) - plain.reached:
             uses[name].eager_reason = "an operation below autograd"
@@ -87,17 +83,8 @@ def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) 
         )
 
 
-def _ordinary(name: str, leaf: Tensor) -> Tensor:
-    return leaf.clone()  # which a model may change in place
-
-
 class _Probe(ValuesWithoutDraws):
-    """Records the log densities of observations.
-
-    Args:
-        values: Values by site, such as observations; missing values are added.
-        value_of: Returns the value of a latent site for the model.
-    """
+    """Records the log densities of observations."""
 
     def __init__(self, values: dict[str, Tensor], value_of: Value) -> None:
         super().__init__()
@@ -147,29 +134,20 @@ def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
 
 
 class _ProbedWeight(WeightPlaceholder):
-    """A placeholder with a known weight, whose outputs may be changed in the first row.
-
-    Args:
-        name: Its site.
-        value: The weight.
-        changed: The sites with changed outputs.
-    """
+    """A placeholder with a known weight, whose outputs may be changed in the first row."""
 
     _value: Tensor
     _changes: bool
 
     def __new__(cls, name: str, value: Tensor, changed: Collection[str]) -> Self:
-        """Make the placeholder."""
         weight = cls._make(value, value.shape, SiteUse(name))
         weight._value, weight._changes = value.clone(), name in changed  # a model may write into it
         return weight
 
     def draw(self) -> Tensor:
-        """Return the weight."""
         return self._value
 
     def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor:
-        """Evaluate the call, and change the first row of its result."""
         if isinstance(call, Lookup):
             return self._changed(call.shape_outputs(self._value[call.indices]))
         if isinstance(call, FactorApplication):
@@ -185,17 +163,3 @@ class _ProbedWeight(WeightPlaceholder):
         changed, row = outputs.clone(), (0,) * (stack + 1)
         changed[row] = 2 * outputs[row].abs() + 1
         return changed
-
-
-@contextmanager
-def _running_statistics(model: Callable[..., Any]) -> Iterator[None]:
-    root = poutine.unwrap(model)
-    modules = root.modules() if isinstance(root, nn.Module) else ()
-    training = [part for part in modules if isinstance(part, BatchOrInstanceNorm) and part.training]
-    try:
-        for part in training:
-            part.training = False
-        yield
-    finally:
-        for part in training:
-            part.training = True

@@ -17,7 +17,6 @@ class Plate:
     """A vectorized plate around a site.
 
     Attributes:
-        name: Its name.
         size: Its size, without subsampling.
         dim: Its batch dimension, counted from the right.
         subsample_size: The number of examples in one pass of a subsampled plate.
@@ -148,21 +147,14 @@ def bijection_onto(support: Any) -> Any:
 
 def has_bijection(support: Any) -> bool:
     """Whether a support is continuous, with a bijection from the real numbers."""
-    if support.is_discrete:
-        return False
     try:
-        bijection_onto(support)
+        return not support.is_discrete and bijection_onto(support) is not None
     except NotImplementedError:
         return False
-    return True
 
 
 def bijection_at(name: str, support: Any) -> Any:
-    """Return the bijection onto the support of a site.
-
-    Args:
-        name: The site's name, for the error.
-        support: Its support.
+    """Return the bijection onto the support of a site, whose name is for the error.
 
     Raises:
         ValueError: If none is registered, as for a sphere.

@@ -9,14 +9,7 @@ from torch import Tensor
 
 
 def capped(log_value: Tensor, most: float | None) -> Tensor:
-    """Return ``exp(log_value)`` with a smooth upper bound.
-
-    Args:
-        log_value: Unconstrained; the logarithm of the value far below the bound.
-        most: The bound, or None.
-
-    Returns:
-        Positive numbers below ``most``, with a gradient everywhere.
+    """Return ``exp(log_value)`` with a smooth upper bound ``most``, and with a gradient everywhere.
 
     Example:
         >>> capped(torch.tensor([-9.0, 9.0]), most=1.0)
@@ -26,24 +19,14 @@ def capped(log_value: Tensor, most: float | None) -> Tensor:
 
 
 def capped_log(log_value: Tensor, most: float | None) -> Tensor:
-    """Return the logarithm of :func:`capped`, accurate far below the bound.
-
-    Args:
-        log_value: As for :func:`capped`.
-        most: The bound, or None.
-    """
+    """Return the logarithm of :func:`capped`, accurate far below the bound."""
     if most is None:
         return log_value
     return math.log(most) + F.logsigmoid(log_value - math.log(most))
 
 
 def uncapped(value: float, most: float | None) -> float:
-    """Return the inverse of :func:`capped` at a value, or at half the bound if that is less.
-
-    Args:
-        value: The value to start at, positive.
-        most: The bound, or None.
-    """
+    """Return the inverse of :func:`capped` at a value, or at half the bound if that is less."""
     if most is None:
         return math.log(value)
     value = min(value, most / 2)
@@ -59,13 +42,7 @@ def initial_factor(
 
 
 def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parameters of matrices, the inverse of :func:`cholesky_factor`.
-
-    Args:
-        scale_tril: Lower triangular matrices ``(*batch, n, n)`` with positive diagonals.
-
-    Returns:
-        ``log_diagonal (*batch, n)`` and ``lower (*batch, n (n - 1) / 2)``.
+    """Return the parameters of matrices ``(*batch, n, n)``, the inverse of :func:`cholesky_factor`.
 
     Example:
         >>> log_diagonal, lower = factor_parameters(torch.tensor([[1.0, 0.0], [6.0, 2.0]]))
@@ -80,10 +57,7 @@ def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_of_lower(lower: Tensor) -> float:
-    """Return the unit of steps of the entries below a diagonal of n entries.
-
-    See :func:`unit_of_row`.
-    """
+    """Return the unit of steps of the entries below a diagonal; see :func:`unit_of_row`."""
     return unit_of_row((1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2)
 
 
@@ -109,14 +83,7 @@ def unit_of_across(across: Tensor) -> float:
 def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of entries below the diagonal in a flat factor of rows of n elements.
 
-    Args:
-        rows: The number of rows of elements.
-        size: The number n of elements in a row.
-        device: The device of the result.
-
-    Returns:
-        Indices of entries within rows, ``(rows, n (n - 1) / 2)``, and between two rows,
-        ``(rows (rows - 1) / 2, n, n)``.
+    They are ``(rows, n (n - 1) / 2)`` within rows, and ``(rows (rows - 1) / 2, n, n)`` between two rows.
     """
     total = rows * size
     row, column = torch.tril_indices(size, size, offset=-1, device=device)
@@ -128,16 +95,10 @@ def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tensor:
-    """Return a Cholesky factor over the rows of a matrix, from entries within and between rows.
+    """Return a Cholesky factor ``(rows n, rows n)`` over the rows of a matrix.
 
-    Args:
-        log_diagonal: Logarithms of the diagonal, ``(rows n,)``.
-        lower: The entries within each row, ``(rows, n (n - 1) / 2)``, as multiples of the diagonal entry
-            in their row of the factor.
-        across: The entries between a row and an earlier row, ``(rows (rows - 1) / 2, n, n)``, likewise.
-
-    Returns:
-        A matrix ``(rows n, rows n)`` with a positive diagonal.
+    Its entries below the diagonal, within rows and between rows as in :func:`places_below`, are given as
+    multiples of the diagonal entry in their row of the factor.
 
     Example:
         >>> across = torch.arange(1.0, 5.0).view(1, 2, 2)
@@ -154,12 +115,7 @@ def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tenso
 
 
 def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
-    """Return the parameters of a factor, the inverse of :func:`factor_of_rows`.
-
-    Args:
-        scale_tril: A lower triangular matrix ``(D, D)`` with a positive diagonal.
-        like: A tensor of the D elements; a vector is one row.
-    """
+    """Return the parameters of a factor, the inverse of :func:`factor_of_rows`; a vector is one row."""
     rows = len(like) if like.dim() > 1 else 1
     if rows == 1:
         log_diagonal, lower = factor_parameters(scale_tril)
@@ -172,15 +128,12 @@ def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
 
 
 def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
-    """Return lower triangular matrices.
+    """Return lower triangular matrices ``(*batch, n, n)`` with positive diagonals.
 
     Args:
         log_diagonal: Logarithms of the diagonal, ``(*batch, n)``.
         lower: The entries below it, row by row, ``(*batch, n (n - 1) / 2)``, as multiples of the
             diagonal entry of the row, so that one learning rate fits rows of any size.
-
-    Returns:
-        Matrices ``(*batch, n, n)`` with positive diagonals.
 
     Example:
         >>> cholesky_factor(torch.tensor([1.0, 2.0]).log(), torch.tensor([3.0]))

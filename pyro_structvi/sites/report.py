@@ -12,8 +12,7 @@ from pyro_structvi._checks import Program, checked, shape_text
 from pyro_structvi._pyro import declared_name
 from pyro_structvi.nn.random_module import frozen_names
 from pyro_structvi.sites.finding import check_call, separate_randomness, shapes_only, trial_run
-from pyro_structvi.sites.joint_posterior import joint_name
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import SitePosterior, joint_name
 from pyro_structvi.weights.lazy import DelayDraws, LazySlice, LazyWeight
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteUse
@@ -71,7 +70,6 @@ class GuideReport:
         return sizes[True] / max(sum(sizes.values()), 1)
 
     def __str__(self) -> str:
-        """Return the table."""
         rows = [_HEAD, *(tuple(map(_cell, astuple(each))) for each in self.parameters)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = (
@@ -86,13 +84,7 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
 
     One pass is run as by ``StructuredELBO``; the model and the global random state are restored.
 
-    Args:
-        self: The guide.
-        *args: The model's arguments, observations included.
-        **kwargs: Its keyword arguments.
-
-    Returns:
-        The report; ``print`` shows it as a table.
+    The arguments are the model's, observations included. ``print`` shows the report as a table.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -127,19 +119,17 @@ def _report_site(
     site, value = posterior.site, nodes[name]["value"]
     q = nodes[name if site.bias is None else joint_name(site)]["fn"]
     is_owner = site.name == name
-    drawn, why = _way_of(value, use, q)
-    is_point = isinstance(q, PointMass)
     prior = site.prior_scale if is_owner or site.bias is None else site.bias.prior_scale
+    family = type(posterior.family).__name__ if is_owner else f"with {site.name}"
+    count = sum(each.numel() for each in posterior.parameters()) if is_owner else 0
+    shape = tuple(value.shape)
+    if isinstance(q, PointMass):
+        return ParameterReport(
+            name, shape, "point", family, "weight", "a point", prior, parameters=count
+        )
+    scale = _scale_of(posterior)
     return ParameterReport(
-        name,
-        tuple(value.shape),
-        "point" if is_point else "random",
-        type(posterior.family).__name__ if is_owner else f"with {site.name}",
-        "weight" if is_point else drawn,
-        "a point" if is_point else why,
-        prior,
-        None if is_point else _scale_of(posterior),
-        sum(each.numel() for each in posterior.parameters()) if is_owner else 0,
+        name, shape, "random", family, *_way_of(value, use, q), prior, scale, count
     )
 
 
@@ -150,17 +140,16 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
     if isinstance(value, LazyWeight):
         value = next(iter(value.used_items), value)
         return value.sampled or "nothing", value.reason if value.sampled == "weight" else ""
-    if use.local_reparam is False:
-        return "weight", "local_reparam=False"
-    if use.eager_reason:
-        return "weight", use.eager_reason
-    if use.count is not None and use.count > 1:
-        return "weight", f"{use.count} uses"
-    if not isinstance(q, WeightDistribution):
-        return "weight", "a site that is not a weight"
-    if use.examples_interact:
-        return "weight", "examples that interact"
-    return "weight", "rows that are not examples" if use.has_other_rows else "a site in a plate"
+    reasons = {
+        "local_reparam=False": use.local_reparam is False,
+        use.eager_reason: bool(use.eager_reason),
+        f"{use.count} uses": use.count is not None and use.count > 1,
+        "a site that is not a weight": not isinstance(q, WeightDistribution),
+        "examples that interact": use.examples_interact,
+        "rows that are not examples": use.has_other_rows,
+        "a site in a plate": True,
+    }
+    return "weight", next(reason for reason, holds in reasons.items() if holds)
 
 
 @torch.no_grad()
@@ -202,8 +191,8 @@ class MemoryEstimate:
             weight, and a shared posterior of several sites has a separate name.
         parameter_bytes: The bytes of all parameters and constants.
         training_bytes: The bytes of parameters and constants, gradients and Adam's two moments, without
-            intermediate results of a step such as activations, and without two further moments of
-            ``StructuredAdam`` for each number of the noise of a correlated posterior.
+            activations, and without two further moments of ``StructuredAdam`` for each number of the
+            noise of a correlated posterior.
     """
 
     parameters: dict[str, int]
@@ -218,10 +207,7 @@ class MemoryEstimate:
 
 @checked
 def estimate_memory(
-    make_guide: Callable[..., Any],
-    model: Program,
-    *args: Any,
-    **options: Any,
+    make_guide: Callable[..., Any], model: Program, *args: Any, **options: Any
 ) -> MemoryEstimate:
     """Count the parameters of a guide without allocating them.
 
@@ -230,9 +216,6 @@ def estimate_memory(
         model: A model that declares its sites, as by ``bayesianize``.
         *args: Further arguments of ``make_guide``, such as the families of a ``StructuredGuide``.
         **options: Its keyword arguments.
-
-    Returns:
-        The estimate.
 
     Raises:
         ValueError: If the model declares no sites.

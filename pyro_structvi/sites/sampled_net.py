@@ -1,16 +1,22 @@
-"""Plain nets with weights of the posterior, and blocks of code with a fixed sample."""
+"""Nets and functions with weights of the posterior, and blocks of code with one sample."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
+import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
+from torch.func import functional_call
 
-from pyro_structvi._checks import brief, checked, shape_text
-from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.nn.plain_net import plain_net
-from pyro_structvi.nn.random_module import RandomModule
+from pyro_structvi._checks import Count, brief, checked, shape_text
+from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
+from pyro_structvi._torch import remove_hooks
+from pyro_structvi.nn.likelihood import Likelihood, read_output
+from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
+from pyro_structvi.nn.random_module import PASS_HOOKS, RandomModule, frozen_names, keep_priors_only
+from pyro_structvi.sites.site_posterior import module_key
 from pyro_structvi.weights.site_role import SiteRole
 
 
@@ -18,12 +24,8 @@ from pyro_structvi.weights.site_role import SiteRole
 def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return a copy of the net in its original class, with weights of the posterior.
 
-    Layers of :class:`RankOne` and :class:`WalshHadamard` keep their class, with their factors as
-    parameters.
-
-    Args:
-        self: The guide.
-        draw: Values by site, as from :meth:`draw`; the result of :meth:`median` when None.
+    They are values by site, as from :meth:`draw`; medians when None. Layers of :class:`RankOne` and
+    :class:`WalshHadamard` keep their class, with their factors as parameters.
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.
@@ -43,7 +45,18 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
             f"{brief(model)} with {len(found)} of them. Make the guide of a `Classifier`, a `Regressor` "
             "or a module around one net."
         )
-    return plain_net(found[0], self.median() if draw is None else draw)
+    values = self.median() if draw is None else draw
+    memo: dict[int, Any] = {}  # values that need no copy
+    for module in found[0].modules():
+        starts = vars(module).get("initial_values", {}).values()
+        buffers = map(module.get_buffer, _prior_buffers(module))
+        memo |= {id(value): value for value in (*starts, *buffers)}
+    copied: nn.Module = copy.deepcopy(found[0], memo)
+    made: dict[Any, nn.Parameter] = {}
+    parameters = [(module, _parameters_of(module, made, values)) for module in copied.modules()]
+    for module, own in parameters:
+        _make_plain(module, own)
+    return copied
 
 
 def _outermost(module: Any) -> list[nn.Module]:
@@ -57,12 +70,8 @@ def _outermost(module: Any) -> list[nn.Module]:
 def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
     """Use one sample of the posterior in all calls of the model in a block.
 
-    It is differentiable by the parameters of the guide. Guides and :func:`predict` sample as usual
-    inside of the block.
-
-    Args:
-        self: The guide.
-        draw: Values by site; the result of :meth:`draw` when None.
+    It has values by site, or is the result of :meth:`draw`, and is differentiable by the parameters of
+    the guide. Guides and :func:`predict` sample as usual inside of the block.
 
     Returns:
         A context manager that returns the values.
@@ -90,11 +99,7 @@ def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
 
 
 class FixedDraw(Messenger):
-    """A handler that gives values to the sites of a model, not of a guide, that have none.
-
-    Args:
-        values: The values, by site.
-    """
+    """A handler that gives values to the sites of a model, not of a guide, that have none."""
 
     fixes_draw = True
 
@@ -103,7 +108,6 @@ class FixedDraw(Messenger):
         self.values = values
 
     def __enter__(self) -> Mapping[str, Tensor]:
-        """Begin the block, and return the values."""
         super().__enter__()
         return self.values
 
@@ -111,11 +115,156 @@ class FixedDraw(Messenger):
         value, role = self.values.get(msg["name"]), SiteRole.of(msg)
         if value is None or msg["value"] is not None or role.use is not None or role.is_slice:
             return
-        expected = msg["fn"].shape()
-        if value.shape != expected:
-            raise ValueError(
-                f"`draw` must have a value of shape {shape_text(expected)} for the site "
-                f"'{msg['name']}', but got {shape_text(value.shape)}. Pass one draw, as `guide.draw()` "
-                "returns it."
-            )
+        _check_value(msg["name"], value, msg["fn"].shape())
         msg["value"] = value
+
+
+class SampledFunctions(nn.Module):
+    """S functions of one net, each with a sample of all weights, in one pass of ``vmap``.
+
+    The weights are buffers, so the module moves between devices and has a state dict. It is
+    differentiable in its inputs, and ``torch.export`` takes it as one graph. The graph has any batch
+    size if the net has no batch normalization. Frozen parameters and buffers are kept once, and layers
+    before the first sampled weight run once for all functions.
+
+    Args:
+        nets: Plain nets of one class, with separate weights, and equal frozen parameters and buffers.
+        output: From the return value of a net to a tensor, as of a likelihood.
+
+    Example:
+        >>> SampledFunctions([nn.Linear(3, 1), nn.Linear(3, 1)])(torch.zeros(5, 3)).shape
+        torch.Size([2, 5, 1])
+    """
+
+    def __init__(
+        self, nets: Iterable[nn.Module], output: Callable[[Any], Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self._output = output
+        rest = iter(nets)
+        net = next(rest)
+        self._net = (net,)  # in a tuple, so that its weights are no state of this module
+        each = [_weights_of(net), *map(_weights_of, rest)]
+        stacked = {name: torch.stack([own[name] for own in each]) for name in each[0]}
+        others = (*net.named_parameters(), *net.named_buffers())
+        shared = {name: value for name, value in others if name not in stacked}
+        self._stacked, self._shared = [*stacked], [*shared]
+        for name, value in {**stacked, **shared}.items():
+            self.register_buffer(module_key(name), value.detach())
+
+    def __len__(self) -> int:
+        return len(self.get_buffer(module_key(self._stacked[0])))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the outputs of each function, ``(S, *output)``, given the arguments of the net.
+
+        Raises:
+            RuntimeError: If ``torch.func.vmap`` cannot map over the net, as over an LSTM.
+        """
+        stacked, shared = (
+            {name: self.get_buffer(module_key(name)) for name in names}
+            for names in (self._stacked, self._shared)
+        )
+
+        def output(state: Mapping[str, Tensor]) -> Tensor:
+            result = functional_call(self._net[0], {**shared, **state}, args, kwargs)
+            return read_output(result, self._output)
+
+        try:
+            outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The net must run under `torch.func.vmap`, but it failed there: {error}. Call a net "
+                "for each sample, `guide.to_net(guide.draw())`, unless the arguments are wrong."
+            ) from error
+        return outputs
+
+
+def _weights_of(net: nn.Module) -> dict[str, Tensor]:
+    return {name: own.detach() for name, own in net.named_parameters() if own.requires_grad}
+
+
+@checked
+def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
+    """Return S functions of the net at samples of the posterior, a module with outputs ``(S, *output)``.
+
+    The functions are outputs of the net as by :meth:`to_net`, in evaluation mode: frozen samples for
+    Thompson sampling, gradients by inputs, or deployment by ``torch.export`` and ONNX.
+
+    Raises:
+        TypeError: If the model has no single net that :func:`bayesianize` returned.
+        RuntimeError: If the guide knows no site yet.
+
+    Example:
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
+        >>> guide = MeanFieldGuide(Regressor(bayesianize(nn.Linear(3, 1)), 10, 0.1))
+        >>> functions = guide.sample_functions(4)
+        >>> functions(torch.zeros(5, 3)).shape
+        torch.Size([4, 5, 1])
+    """
+    draws = self.joint_posterior().draw_many(range(num_samples))
+    each = ({name: draw[i] for name, draw in draws.items()} for i in range(num_samples))
+    output = getattr(poutine.unwrap(self.model), "output", None)
+    return SampledFunctions((to_net(self, draw).eval() for draw in each), output)
+
+
+_ADDED = ("initial_values", "parameter_names", "frozen_parameters")
+
+
+def _prior_buffers(module: nn.Module) -> list[str]:
+    priors = declared_samples(module).values()
+    buffered = [prior for prior in priors if isinstance(prior, BufferedPrior)]
+    return [name for prior in buffered for name in prior.buffers.values()]
+
+
+def _parameters_of(
+    module: Any, made: dict[Any, nn.Parameter], values: Mapping[str, Tensor]
+) -> dict[str, nn.Parameter]:
+    """Return the parameters of a plain module in the order of the net; tied sites share a parameter."""
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    samples = declared_samples(module)
+    scales = {prior.scale for prior in samples.values() if isinstance(prior, ScaledPrior)}
+    for attribute in (name for name in samples if name not in scales):
+        prior, site = samples[attribute], (module, attribute)
+        if isinstance(prior, TiedPrior):
+            site = prior.owner, prior.attribute
+        name = declared_name(*site)
+        if name not in made:
+            start = vars(site[0]).get("initial_values", {}).get(site[1])
+            value = _check_value(name, values.get(name), None if start is None else start.shape)
+            made[name] = nn.Parameter(value.detach().clone())
+        own[attribute] = made[name]
+    for name in frozen_names(module):
+        buffer = module.get_buffer(name)
+        frozen = nn.Parameter(buffer, requires_grad=False)
+        own[name] = made.setdefault((buffer.data_ptr(), buffer.shape), frozen)
+    order = vars(module).get("parameter_names", ())
+    return {name: own[name] for name in dict.fromkeys([*order, *own])}
+
+
+def _check_value(name: str, value: Tensor | None, shape: Size | None) -> Tensor:
+    if value is None or (shape is not None and value.shape != shape):
+        expected = "" if shape is None else f" of shape {shape_text(shape)}"
+        got = "none" if value is None else shape_text(value.shape)
+        raise ValueError(
+            f"`draw` must have a value{expected} for the site '{name}', but got {got}. Pass one draw, "
+            "as `guide.draw()` returns it."
+        )
+    return value
+
+
+def _make_plain(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Restore the original class of a module, with parameters in place of sites and buffers."""
+    removed = [*_prior_buffers(module), *frozen_names(module)]
+    samples, is_plain = [*declared_samples(module)], "parameter_names" in vars(module)
+    remove_hooks(module, (*PASS_HOOKS, keep_priors_only))
+    for name in _ADDED:
+        vars(module).pop(name, None)
+    make_plain_module(module)
+    present = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    # A factor layer stays a PyroModule, which deletes a removed parameter from the param store.
+    for name in (*removed, *(present if is_plain else samples)):
+        delattr(module, name)
+    for name, parameter in parameters.items():
+        if is_plain or name not in present:
+            setattr(module, name, parameter)

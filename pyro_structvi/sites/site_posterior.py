@@ -1,21 +1,32 @@
-"""The variational parameters of a site, and couplings of sites."""
+"""The posterior of a site, couplings of sites, their joint distribution, and joined biases."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import singledispatch
-from typing import Any, Literal
+from functools import partial, singledispatch
+from typing import Any, Literal, TypeVar
 
 import pyro
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from pyro_structvi._pyro import inside_plate
 from pyro_structvi._torch import inside_transform, is_recording
-from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
+from pyro_structvi.sites.family import (
+    FactoredFamily,
+    Family,
+    MatrixFamily,
+    as_tensor,
+    check_options,
+)
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
-from pyro_structvi.weights.site_distributions import Auxiliary
-from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.lazy import LazySlice, LazyWeight
+from pyro_structvi.weights.site_distributions import Auxiliary, PointMass, quantiles
+from pyro_structvi.weights.site_role import SiteRole, SiteUse
+from pyro_structvi.weights.torch_distributions import in_single
+from pyro_structvi.weights.weight_distribution import FactoredWeight, WeightDistribution
 
 
 class SitePosterior(nn.Module):
@@ -58,7 +69,7 @@ class SitePosterior(nn.Module):
         return as_tensor(self.family)
 
     def set_extra_state(self, state: Any) -> None:
-        """Do nothing; a state with another family is refused before it is loaded."""
+        """Do nothing, since a state with another family is refused before it is loaded."""
 
     def value(self, name: str) -> Tensor:
         """Return a parameter or constant, with masks and parametrizations applied."""
@@ -95,7 +106,10 @@ class SitePosterior(nn.Module):
         if not is_kept or is_recording() or inside_transform():
             self._kept = None
             return self.family.distribution(self.site, **values)
-        if self._kept is None or not _are_equal(self._kept[0], values):
+        if self._kept is None or not all(
+            kept.dtype == own.dtype and kept.device == own.device and torch.equal(kept, own)
+            for kept, own in ((self._kept[0][name], values[name]) for name in values)
+        ):
             copies = {name: value.clone() for name, value in values.items()}
             self._kept = copies, self.family.distribution(self.site, **copies)
         return self._kept[1]
@@ -122,15 +136,6 @@ class SitePosterior(nn.Module):
     def extra_repr(self) -> str:
         """Show the sites and the family."""
         return f"{' and '.join(self.site.names)}: {self.family}"
-
-
-def _are_equal(kept: dict[str, Tensor], values: dict[str, Tensor]) -> bool:
-    return all(
-        kept[name].dtype == value.dtype
-        and kept[name].device == value.device
-        and torch.equal(kept[name], value)
-        for name, value in values.items()
-    )
 
 
 def module_key(name: str) -> str:
@@ -165,13 +170,7 @@ class Coupling(nn.Module):
     def condition(
         self, how: How, at: Mapping[str, Any], number: Tensor | int | None
     ) -> dict[str, Any]:
-        """Return the conditional distributions of the sites.
-
-        Args:
-            how: The method that returns the shared values.
-            at: The distributions at the current parameters, by site.
-            number: The number of the pass.
-        """
+        """Return the conditional distributions of the sites, given the values of a method, ``how``."""
         values = getattr(self, how)(at, number)
         return {name: at[name].condition(value) for name, value in values.items() if name in at}
 
@@ -193,12 +192,7 @@ class Coupling(nn.Module):
 
 
 class SharedPosterior(Coupling):
-    """One posterior for several sites, at an auxiliary sample site.
-
-    Args:
-        sites: The names of the sites.
-        posterior: The shared posterior.
-    """
+    """One posterior for several sites, at an auxiliary sample site."""
 
     def __init__(self, sites: Iterable[str], posterior: SitePosterior) -> None:
         super().__init__(sites)
@@ -220,12 +214,11 @@ class SharedPosterior(Coupling):
     def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
         """Draw at an auxiliary sample site."""
         name, infer = self.posterior.site.name, SiteRole(coupled=self.coupled, is_auxiliary=True)
-        return self.split(
-            pyro.sample(name, self.auxiliary(at[name]), infer=infer.as_infer()), at[name]
-        )
+        value = pyro.sample(name, self.auxiliary(at[name]), infer=infer.as_infer())
+        return self.split(value, at[name])
 
     def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Draw, and return the parts."""
+        """Draw as ordinary tensors."""
         q = at[self.posterior.site.name]
         return self.split(q.rsample(), q)
 
@@ -245,12 +238,8 @@ def couple(
 ) -> Coupling | None:
     """Return the coupling of the sites of a family, or None for independent sites.
 
-    Families with a coupling register a function by ``couple.register``.
-
-    Args:
-        family: The family.
-        posteriors: The posteriors of its sites, by name.
-        scale: The initial standard deviation of each element.
+    Families with a coupling register a function by ``couple.register``. ``scale`` is the initial
+    standard deviation of each element.
     """
     return None
 
@@ -258,16 +247,7 @@ def couple(
 def couple_families(
     posteriors: Iterable[SitePosterior], known: nn.ModuleDict, scale: float
 ) -> None:
-    """Add missing couplings, with the key of their first site.
-
-    Args:
-        posteriors: The posteriors of all sites.
-        known: The existing couplings, changed in place.
-        scale: The initial standard deviation of each element.
-
-    Raises:
-        ValueError: If a coupled site was found too late.
-    """
+    """Add missing couplings, with the key of their first site."""
     groups: dict[Family, dict[str, SitePosterior]] = {}
     for posterior in posteriors:
         groups.setdefault(posterior.family, {})[posterior.site.name] = posterior
@@ -298,3 +278,234 @@ def check_no_plates_around(names: Iterable[Sequence[str]]) -> None:
             "plates of `vectorize_particles=True` or `parallel=True`. Leave these out, or take "
             "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
         )
+
+
+T = TypeVar("T")
+
+
+class JointPosterior:
+    """The distributions of all sites of a guide at its current parameters.
+
+    Each distribution is made once, so that all samples share its factors. An objective makes a new
+    object after the parameters have changed.
+    """
+
+    def __init__(
+        self,
+        posteriors: Sequence[SitePosterior],
+        couplings: Sequence[Coupling],
+        uses: Mapping[str, SiteUse],
+    ) -> None:
+        self._posteriors, self._couplings, self._uses = posteriors, couplings, uses
+        shared = [each.posterior for each in couplings if isinstance(each, SharedPosterior)]
+        self._every = (*posteriors, *shared)
+        self._at = {each.site.name: each() for each in self._every}
+        self._draws_in_turn = False
+
+    def factorize(self) -> None:
+        """Compute the factors that samples share, before an objective maps over samples."""
+        for distribution in self._at.values():
+            if isinstance(distribution, FactoredWeight):
+                distribution.factorize()
+
+    def stacked(self, count: int) -> Tensor:
+        """Return numbers of samples, to map over by vmap."""
+        return torch.arange(count)
+
+    def sample(
+        self,
+        plates: Mapping[str, Any],
+        number: Tensor | int | None = None,
+        left_out: Collection[str] = (),
+    ) -> dict[str, Tensor]:
+        """Sample the sites of a guide by ``pyro.sample``."""
+        values: dict[str, Tensor] = {}
+        at = self._at | {
+            own.site.name: own.of_examples(plates)
+            for own in self._posteriors
+            if own.site.name not in left_out
+            and any(plates[each.name].subsample_size != each.size for each in own.site.plates)
+        }
+        for site, distribution in self.conditionals("sample", True, number, at):
+            if site.name in left_out:
+                continue
+            if site.bias is not None:
+                values |= sample_joined(site, distribution, self._uses)
+                continue
+            with ExitStack() as stack:
+                for plate in site.plates:
+                    stack.enter_context(plates[plate.name])
+                infer = SiteRole(self._uses[site.name]).as_infer()
+                values[site.name] = pyro.sample(site.name, distribution, infer=infer)
+        return values
+
+    def draw(self, local: bool = False, number: Tensor | int | None = None) -> dict[str, Tensor]:
+        """Draw all sites once, as ordinary tensors; see :meth:`StructuredGuide.draw`."""
+        values: dict[str, Tensor] = {}
+        for site, distribution in self.conditionals("draw", local, number):
+            values |= site.split(distribution.rsample())
+        return values
+
+    def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
+        """Draw all sites once for each number, stacked; vectorized if torch supports that."""
+        state = [value for own in self._every for value in (*own.parameters(), *own.buffers())]
+        if len(numbers) > 1 and not self._draws_in_turn and are_plain(state):
+            self.factorize()
+            each = torch.tensor(numbers, device=state[0].device)
+            draws = in_one_pass(partial(self.draw, local), each)
+            if draws is not None:
+                return draws
+            self._draws_in_turn = True
+        return stack_draws([self.draw(local, number) for number in numbers])
+
+    def median(self) -> dict[str, Tensor]:
+        """Return the median of each site; see :meth:`StructuredGuide.median`."""
+        medians: dict[str, Tensor] = {}
+        for site, distribution in self.conditionals("mean", True):
+            medians |= site.split(median_of(distribution).clone())
+        return medians
+
+    def quantiles(self, probs: Sequence[float] | Tensor) -> dict[str, Tensor]:
+        """Return quantiles of each site's elements; see :meth:`StructuredGuide.quantiles`."""
+        asked = probabilities(probs)
+        found: dict[str, Tensor] = {}
+        for site, own in self.conditionals("marginals", True):
+            distribution = in_single(own)
+            mean = getattr(distribution, "base_dist", distribution).mean
+            try:
+                values = quantiles(distribution, asked.to(mean))
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    f"The posterior of the site '{site.name}' has no quantiles in closed form. Take "
+                    "those of draws: `guide.draw()`."
+                ) from error
+            found |= site.split(values)
+        return found
+
+    def conditionals(
+        self,
+        how: How,
+        local: bool = False,
+        number: Tensor | int | None = None,
+        at: Mapping[str, Any] | None = None,
+    ) -> Iterator[tuple[LatentSite, Any]]:
+        """Yield each site and its distribution conditioned on the values that couplings share."""
+        at = self._at if at is None else at
+        conditioned: dict[str, Any] = {}
+        for coupling in self._couplings:
+            conditioned |= coupling.condition(how, at, number)
+        for site in (posterior.site for posterior in self._posteriors):
+            if local or not site.is_local:
+                yield site, conditioned.get(site.name, at[site.name])
+
+
+def probabilities(probs: Sequence[float] | Tensor) -> Tensor:
+    """Return the argument ``quantiles`` in double precision, ``(num,)``."""
+    asked = torch.as_tensor(probs, dtype=torch.float64).reshape(-1)
+    if not bool(((asked >= 0) & (asked <= 1)).all()):
+        raise ValueError(f"`quantiles` must be numbers from 0 to 1, but got {probs}.")
+    return asked
+
+
+def median_of(distribution: Any) -> Tensor:
+    """Return the median of a posterior of this library, or the mean of a mixture."""
+    value: Tensor = getattr(distribution, "base_dist", distribution).mean
+    for transform in getattr(distribution, "transforms", ()):
+        value = transform(value)
+    return value
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether no value is a tensor subclass, such as a sharded tensor, which vmap may not support."""
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+
+
+def in_one_pass(run: Callable[[Any], T], values: Any) -> T | None:
+    """Map a function over stacked samples by vmap, each with separate random numbers.
+
+    Validation is off, since values are not accessible under vmap.
+    """
+    with warnings.catch_warnings(), pyro.validation_enabled(False):
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        try:
+            results: T = torch.func.vmap(run, randomness="different")(values)
+        except Exception:
+            return None
+    return results
+
+
+def stack_draws(draws: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return draws by site in one dictionary, ``(len(draws), *shape)`` each."""
+    if len(draws) == 1:
+        return {name: value.unsqueeze(0) for name, value in draws[0].items()}
+    return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+
+def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, LatentSite]) -> str:
+    """Return the name of the bias to join with a weight, or "" for none.
+
+    The bias of ``<name>weight<suffix>`` is ``<name>bias<suffix>``, real, of shape ``(out,)``. A family
+    that does not fit the weight with a further column has none.
+    """
+    if not (isinstance(family, MatrixFamily) and family.join_bias and len(site.shape) >= 2):
+        return ""
+    module, _, attribute = site.name.rpartition(".")
+    name = f"{module}.".lstrip(".") + attribute.replace("weight", "bias")
+    bias = sites.get(name)
+    if bias is None or not bias.is_real or bias.is_batch or bias.shape != site.shape[:1]:
+        return ""
+    return name if family.fits(site.join_bias(bias)) else ""
+
+
+def sample_joined(
+    site: LatentSite, distribution: WeightDistribution, uses: Mapping[str, SiteUse]
+) -> dict[str, Tensor]:
+    """Sample a weight and its bias in a guide, at an auxiliary site of their joint distribution.
+
+    The two sites of the model are point masses at slices of the joint sample.
+    """
+    assert site.bias is not None
+    counts = {uses[name].count for name in site.names}
+    once = all(uses[name].allows_outputs for name in site.names)
+    count = 1 if once else 0 if counts == {0} else None
+    eager_reason = uses[site.names[0]].eager_reason or uses[site.names[1]].eager_reason
+    use = SiteUse(site.name, uses[site.name].local_reparam, count, eager_reason)
+    role = SiteRole(use, joins=site.names, is_auxiliary=True)
+    joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
+    shapes = dict(zip(site.names, (site.bias.weight_shape, joint.shape[:1]), strict=True))
+    parts: Mapping[str, Tensor]
+    if isinstance(joint, LazyWeight):
+        parts = {
+            name: LazySlice(joint, shape, partial(_part, site, name), uses[name])
+            for name, shape in shapes.items()
+        }
+    else:
+        parts = site.split(joint)
+    infer = SiteRole(is_slice=True).as_infer()
+    return {
+        name: pyro.sample(
+            name, PointMass(part, len(shapes[name]), validate_args=False), infer=infer
+        )
+        for name, part in parts.items()
+    }
+
+
+def _part(site: LatentSite, name: str, value: Tensor) -> Tensor:
+    return site.split(value)[name]
+
+
+def joint_name(site: LatentSite) -> str:
+    """Return the name ``<weight>+<bias>`` of a joint site in the trace of the guide."""
+    weight, bias = site.names
+    return f"{weight}+{bias.rpartition('.')[-1]}"
+
+
+def check_joined(found: Container[str], weight_of: Mapping[str, str]) -> None:
+    """Raise a ``ValueError`` if a model samples only one of a weight and its joined bias."""
+    for bias, weight in weight_of.items():
+        if (bias in found) != (weight in found):
+            raise ValueError(
+                f"The weight '{weight}' is joined with its bias '{bias}', but the model samples "
+                f"only one of them. Give it a family with `join_bias=False`."
+            )

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import Positive, Program, checked
 from pyro_structvi.nn.random_module import sample_every_site
-from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters, of_other_examples
+from pyro_structvi.sites.autoguide import (
+    OwningAutoGuide,
+    declare_parameters,
+    warn_of_local_latents,
+)
 from pyro_structvi.sites.family import (
     CreatePlates,
     Family,
@@ -28,21 +32,16 @@ from pyro_structvi.sites.finding import (
     warn_of_unused,
 )
 from pyro_structvi.sites.gradient_paths import trace_gradient_paths
-from pyro_structvi.sites.joint_posterior import (
-    JointPosterior,
-    check_joined,
-    join_values,
-    joins_with,
-)
-from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.report import report
-from pyro_structvi.sites.sampled_functions import sample_functions
-from pyro_structvi.sites.sampled_net import sampled, to_net
+from pyro_structvi.sites.sampled_net import sample_functions, sampled, to_net
 from pyro_structvi.sites.site_posterior import (
     Coupling,
+    JointPosterior,
     SitePosterior,
+    check_joined,
     check_no_plates_around,
     couple_families,
+    joins_with,
     module_key,
 )
 from pyro_structvi.weights.site_role import LocalReparam, SiteUse
@@ -151,11 +150,8 @@ class StructuredGuide(OwningAutoGuide):
 
         The first call of the guide does this. Call it before to load a state dict into the guide of a
         function, or again with arguments that take another path through the model: the number of uses is
-        the maximum over all runs. Existing parameters are kept.
-
-        Args:
-            *args: The model's arguments, observations included; their values do not matter.
-            **kwargs: The model's keyword arguments.
+        the maximum over all runs. Existing parameters are kept. The arguments are the model's,
+        observations included; their values do not matter.
 
         Raises:
             ValueError: If a pattern matches no site, if a weight has no family, or if the model has
@@ -189,12 +185,15 @@ class StructuredGuide(OwningAutoGuide):
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
         joint = self.begin_pass(*args, **kwargs)
-        left_out: list[str] = []
         local = [name for name in self.local_site_names if not self[name].site.is_subsampled]
+        new: list[str] = []
         if local and self.model is not None and poutine.get_mask() is False:
-            shapes = {name: self[name].site.shape for name in local}
-            left_out = of_other_examples(self.model, shapes, args, kwargs)
-        return self._sample_sites(joint, None, left_out, args, kwargs)
+            with separate_randomness():
+                found = find_sites_by_running(self.model, args, kwargs)
+            shapes = {name: each.site.shape for name, each in found.items()}
+            new = [name for name in local if self[name].site.shape != shapes.get(name)]
+            warn_of_local_latents([name for name in local if name not in new], new)
+        return self._sample_sites(joint, None, new, args, kwargs)
 
     def in_pass(
         self, joint: JointPosterior, number: Tensor | int | None
@@ -218,10 +217,7 @@ class StructuredGuide(OwningAutoGuide):
         return joint.sample(plates, number, left_out)
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
-        """Declare the parameters to Pyro, and return the distributions of the sites.
-
-        An objective calls it once for all passes of a step, with the arguments of the model.
-        """
+        """Declare the parameters to Pyro, and return the distributions for all passes of a step."""
         if not self._initialized and poutine.get_mask() is not False:
             self.initialize(*args, **kwargs)
         check_no_plates_around(each.sites for each in self._couplings())
@@ -229,10 +225,7 @@ class StructuredGuide(OwningAutoGuide):
         return self.joint_posterior()
 
     def joint_posterior(self, *args: Any, **kwargs: Any) -> JointPosterior:
-        """Return the distributions of the sites at the current parameters.
-
-        The arguments of the model initialize the guide if needed.
-        """
+        """Return the current distributions; arguments of the model initialize the guide if needed."""
         if not self._initialized and (args or kwargs):
             self.initialize(*args, **kwargs)
         if not self._uses:
@@ -243,19 +236,16 @@ class StructuredGuide(OwningAutoGuide):
         return JointPosterior([*self._own_posteriors()], [*self._couplings()], self._uses)
 
     def all_posteriors(self) -> Iterator[SitePosterior]:
-        """Return the posteriors of sites and of couplings, which hold the parameters."""
+        """Return the posteriors of sites and couplings, which hold the parameters."""
         return (module for module in self.modules() if isinstance(module, SitePosterior))
 
     @checked
     def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
-        """Draw all sites once, as ordinary tensors; needs no data.
+        """Draw all sites once, as ordinary tensors by site; needs no data.
 
         Args:
             local: Whether to draw the sites of single examples too.
             number: The number of the draw, which selects a member of an ensemble.
-
-        Returns:
-            A joint sample, by site.
         """
         return self.joint_posterior().draw(local, number)
 
@@ -263,9 +253,7 @@ class StructuredGuide(OwningAutoGuide):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the posterior median of each site; the mean for an ensemble or dropout.
 
-        Args:
-            *args: The model's arguments, if the guide is not initialized.
-            **kwargs: Its keyword arguments.
+        A guide that is not initialized needs the model's arguments.
         """
         return self.joint_posterior(*args, **kwargs).median()
 
@@ -276,10 +264,7 @@ class StructuredGuide(OwningAutoGuide):
     ) -> dict[str, Tensor]:
         """Return posterior quantiles of each element of each site, ``(num, *shape)``, by site.
 
-        Args:
-            quantiles: Numbers from 0 to 1.
-            *args: As for :meth:`median`.
-            **kwargs: Likewise.
+        Further arguments are those of :meth:`median`.
 
         Raises:
             ValueError: If a number is not from 0 to 1.
@@ -296,35 +281,25 @@ class StructuredGuide(OwningAutoGuide):
     report, to_net, sampled, sample_functions = report, to_net, sampled, sample_functions
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`from_options` that make an equal guide with other parameters.
-
-        Raises:
-            TypeError: If the guide has ``create_plates``, a function that no file holds.
-        """
+        """Return the arguments of :meth:`from_options` that make an equal guide."""
         if self.create_plates is not None:
             raise TypeError(
                 "`guide` must have no `create_plates`, a function that no file holds. Save "
                 "`guide.state_dict()` by `torch.save`."
             )
-        sites = {self[name].site.name: self[name].site for name in self.site_names}
-        chosen = choose_families(sites, self.families)
-        own = {name: self[name].family for name in sites}
+        own = {each.site.name: each for each in self._own_posteriors()}
+        chosen = choose_families({name: each.site for name, each in own.items()}, self.families)
+        changed = {name: own[name].family for name in own if own[name].family != chosen[name]}
         return {
             "families": self.families,
-            "changed": {name: family for name, family in own.items() if family != chosen[name]},
+            "changed": changed,
             "init_scale": float(self.init_scale),
             "local_reparam": self.local_reparam,
         }
 
     @classmethod
     def from_options(cls, model: Any, changed: Mapping[str, Family], **options: Any) -> Self:
-        """Return a guide of this class for another model.
-
-        Args:
-            model: The model.
-            changed: The families of sites that pruning has changed.
-            **options: Those of :class:`StructuredGuide`, which differ from those of a short form.
-        """
+        """Return a guide of this class for another model, with the families that pruning changed."""
         guide = cls.__new__(cls)
         StructuredGuide.__init__(guide, model, **options)
         guide.change_families(changed)
@@ -368,13 +343,19 @@ class StructuredGuide(OwningAutoGuide):
         for bias, weight in weight_of.items():
             if weight in sites:
                 sites[weight] = sites[weight].join_bias(sites.pop(bias))
-        made = {
-            name: self._make_posterior(sites[name], family, found)
-            for name, family in chosen.items()
-            if name in sites
-        }
-        for name, posterior in made.items():
-            self.posteriors[module_key(name)] = posterior
+        made: dict[str, SitePosterior] = {}
+        for name, family in chosen.items():
+            if name in sites:
+                locs = [start_of(found[each], self.init_loc_fn) for each in sites[name].names]
+                # A bias is the last column of its weight.
+                loc = (
+                    locs[0]
+                    if len(locs) == 1
+                    else torch.cat([locs[0].flatten(1), locs[1][:, None]], 1)
+                )
+                start = family.init(sites[name], loc, self.init_scale)
+                made[module_key(name)] = SitePosterior(family, sites[name], start)
+        self.posteriors.update(made)
         self._weight_of = weight_of
         for name, site in sites.items():
             self[name].site = site  # a run adds information to the declaration
@@ -383,13 +364,5 @@ class StructuredGuide(OwningAutoGuide):
             self._uses[name] = item.use.after(self._uses.get(name))
         couple_families(self._own_posteriors(), self.couplings, self.init_scale)
 
-    def _make_posterior(
-        self, site: LatentSite, family: Family, found: dict[str, FoundSite]
-    ) -> SitePosterior:
-        locs = [start_of(found[name], self.init_loc_fn) for name in site.names]
-        loc = locs[0] if site.bias is None else join_values(*locs)
-        return SitePosterior(family, site, family.init(site, loc, self.init_scale))
-
     def __contains__(self, name: str) -> bool:
-        """Whether a site has a posterior."""
         return module_key(self._weight_of.get(name, name)) in self.posteriors

@@ -13,19 +13,17 @@ from pyro_structvi._torch import inside_jit_trace
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
 from pyro_structvi.sites.family import GuideOptions
-from pyro_structvi.sites.finding import separate_randomness, starting_at
-from pyro_structvi.sites.joint_posterior import (
-    JointPosterior,
-    are_plain,
-    in_one_pass,
-    probabilities,
-    stack_draws,
-)
+from pyro_structvi.sites.finding import Start, separate_randomness, starting_at
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.site_posterior import (
     How,
+    JointPosterior,
     SitePosterior,
+    are_plain,
     check_no_plates_around,
+    in_one_pass,
+    probabilities,
+    stack_draws,
 )
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.point_estimate import MAPGuide, PointEstimate

@@ -16,8 +16,8 @@ from torch.distributions import constraints
 from pyro_structvi.nn.conversion import bayesianize
 from pyro_structvi.nn.regressors import Regressor
 from pyro_structvi.sites.family import Family
-from pyro_structvi.sites.joint_posterior import joins_with
 from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.site_posterior import joins_with
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.contracts import Contract, differences, draws, elbo_gradients, fixed_seed
 from pyro_structvi.testing.noise import unit_draws

@@ -7,7 +7,7 @@ from pyro import poutine
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.nn.classifiers import PaddedCategorical
+from pyro_structvi.nn.likelihood import PaddedCategorical
 
 BATCH, LENGTH, CLASSES = 6, 5, 4
 

@@ -122,7 +122,7 @@ def test_members_of_an_ensemble_take_turns_over_passes():
 def test_averages_over_parts_are_those_over_all(sizes):
     mean, variance = 1e3 + torch.randn(50, 6, 4), torch.rand(50, 6, 4)
     entropy, density = torch.rand(50, 6), 30 * torch.randn(50, 6)
-    averages = prediction._Averages()
+    averages = prediction.Averages()
     for part in zip(
         *(values.split(sizes) for values in (mean, variance, entropy, density)), strict=True
     ):

@@ -17,9 +17,8 @@ from pyro_structvi._pyro import outside_plates
 from pyro_structvi.maps.calls import Application, Call
 from pyro_structvi.sites.family import MatrixFamily
 from pyro_structvi.sites.finding import buffers_kept
-from pyro_structvi.sites.joint_posterior import median_of
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.site_posterior import Coupling, How, SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, How, SitePosterior, median_of
 from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs, already_drawn
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteUse

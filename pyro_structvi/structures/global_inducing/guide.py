@@ -11,8 +11,13 @@ from pyro_structvi._checks import Count, brief, checked, naming
 from pyro_structvi.linalg.matrices import autocast_off
 from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.finding import separate_randomness
-from pyro_structvi.sites.joint_posterior import median_of
-from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple, module_key
+from pyro_structvi.sites.site_posterior import (
+    Coupling,
+    SitePosterior,
+    couple,
+    median_of,
+    module_key,
+)
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.global_inducing.family import GlobalInducing, Propagation, Run
 from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
