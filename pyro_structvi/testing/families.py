@@ -19,7 +19,8 @@ from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.joint_posterior import joins_with
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.testing.contracts import Contract, differences, draws, elbo_gradients, fixed_seed
+from pyro_structvi.testing.contracts import Contract, fixed_seed
+from pyro_structvi.testing.guides import differences, draws, elbo_gradients
 from pyro_structvi.testing.noise import unit_draws
 
 SCALE = 0.3  # standard deviations at the start
