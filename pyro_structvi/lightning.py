@@ -16,8 +16,7 @@ from pyro_structvi._checks import Count, Program, checked
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import arguments_of, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
-from pyro_structvi.infer.elbo import StructuredELBO
-from pyro_structvi.infer.schedules import CosineDecay
+from pyro_structvi.infer.elbo import CosineDecay, StructuredELBO
 from pyro_structvi.infer.training import (
     Rate,
     TrainedGuide,
