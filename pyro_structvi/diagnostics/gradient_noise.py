@@ -87,26 +87,23 @@ def gradient_snr(
             f"`num_samples` must be at least 2, for a variance, but got {num_samples}."
         )
     objective = StructuredELBO() if objective is None else objective
+    trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
     def gradients() -> dict[str, Tensor]:
         terms = objective.terms(model, guide, *args, **kwargs)
-        return _gradients(guide, -terms.weighted(objective.current_kl_weight))
+        loss = -terms.weighted(objective.current_kl_weight)
+        if not trained or not loss.requires_grad:
+            raise ValueError(
+                "`guide` must have parameters to train, but has none that the ELBO needs."
+            )
+        values = [*trained.values()]
+        found = torch.autograd.grad(loss, values, allow_unused=True, materialize_grads=True)
+        return {name: each.double() for name, each in zip(trained, found, strict=True)}
 
     with ONE_THREAD, separate_randomness(), torch.enable_grad(), _kept_buffers(model):
         mean, variance = _moments(gradients, num_samples)
     share = (num_samples - 1) / num_samples
     return {name: _summary(mean[name].square(), variance[name], share) for name in mean}
-
-
-def _gradients(guide: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of a loss by parameter, zeros for parameters that it does not contain."""
-    trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
-    if not trained or not loss.requires_grad:
-        raise ValueError("`guide` must have parameters to train, but has none that the ELBO needs.")
-    found = torch.autograd.grad(
-        loss, [*trained.values()], allow_unused=True, materialize_grads=True
-    )
-    return {name: each.double() for name, each in zip(trained, found, strict=True)}
 
 
 def _moments(

@@ -83,9 +83,6 @@ def pareto_k(
         num_samples: The number S of draws, at least 100.
         **kwargs: Their keyword arguments.
 
-    Returns:
-        The diagnosis.
-
     Raises:
         ImportError: If ArviZ is not installed.
         ValueError: If the guide has no density or other sites than the model, ``num_samples`` is below

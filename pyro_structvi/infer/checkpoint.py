@@ -283,12 +283,12 @@ def _as_tensor(values: list[Any]) -> Any:
 def _random_states(device: torch.device | None) -> dict[str, Any]:
     """Return the states of the generators of torch, Python and NumPy, and of the guide's GPU."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002, the one that data sets share
-    is_gpu = device is not None and device.type == "cuda"
+    gpu = device if device is not None and device.type == "cuda" else None
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": numpy | {"state": numpy["state"] | {"key": numpy["state"]["key"].tolist()}},
-        "gpu": torch.cuda.get_rng_state(device) if is_gpu else None,
+        "gpu": None if gpu is None else torch.cuda.get_rng_state(gpu),
     }
 
 

@@ -26,12 +26,11 @@ SHALLOW = 3  # a number of wide weights above which their steps are shorter
 class StructuredAdam(torch.optim.Optimizer):
     r"""Adam with a step size for each parameter, in units of the prior and of the posterior.
 
-    Adam moves each number by about the learning rate, whatever its scale. Here the rate is multiplied by
-    the parameter's unit (``Family.unit``). The unit of a mean is the prior's standard deviation, though
-    at most ``2 / sqrt(fan_in)`` for a weight, and ``14 / fan_in`` above a fan-in of 50. The unit of a
-    logarithm is 1, and the unit of an entry of a Cholesky factor with rows of n the smaller of
-    ``1 / sqrt(n)`` and ``3 / n``. A parameter without a posterior has the root mean square of its start
-    as its unit if it has two dimensions, and 0.1 otherwise.
+    The rate is multiplied by the parameter's unit (``Family.unit``). The unit of a mean is the prior's
+    standard deviation, though at most ``2 / sqrt(fan_in)`` for a weight, and ``14 / fan_in`` above a
+    fan-in of 50. The unit of a logarithm is 1, and the unit of an entry of a Cholesky factor with rows
+    of n the smaller of ``1 / sqrt(n)`` and ``3 / n``. A parameter without a posterior has the root mean
+    square of its start as its unit if it has two dimensions, and 0.1 otherwise.
 
     The moves of the layers of a net may add up in its output. In a model of more than three wide
     weights, with a fan-in above 50, their rates are multiplied by ``3 / number``. Parameters of the
@@ -47,10 +46,9 @@ class StructuredAdam(torch.optim.Optimizer):
     at most the rate in the mean's unit, since most gradients of a posterior near its prior are noise. A
     low rank with a constant diagonal has no second move.
 
-    A rare example or sample can have a gradient far above the usual size, and Adam would then move all
-    parameters in its direction for about ten steps, and hardly at all for hundreds of steps. Gradients
-    are divided by a common factor if their norm exceeds ``clip`` times its usual size, which is the root
-    of the running average of its squares.
+    A rare example or sample can have a gradient far above the usual size, which would govern Adam for
+    hundreds of steps. Gradients are divided by a common factor if their norm exceeds ``clip`` times its
+    usual size, the root of the running average of its squares.
 
     Correlations that are learned before the means can lead to worse optima. With ``warm_up`` the
     correlations of rowwise, full and low-rank posteriors (``Family.delayed``) move slowly at first:
@@ -67,10 +65,6 @@ class StructuredAdam(torch.optim.Optimizer):
             posterior's scale; none when 0.
         clip: The largest norm of the gradients, as a multiple of its usual size; any norm when None.
         warm_up: Steps until correlations have their full rate; :func:`fit` takes 15 % of all steps.
-
-    Raises:
-        TypeError: If the guide is not a module.
-        ValueError: If a number is out of range, or there is no parameter.
 
     Example:
         >>> from pyro_structvi import Regressor, RowwiseGuide, StructuredELBO, bayesianize
@@ -153,8 +147,6 @@ class StructuredAdam(torch.optim.Optimizer):
         Args:
             closure: Computes the loss and the gradients anew, as for any optimizer of torch.
 
-        Returns:
-            The value of the closure.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss, one_hot
 
-from pyro_structvi._checks import Count, Share, check_finite, check_real, checked
+from pyro_structvi._checks import Count, Share, checked
 from pyro_structvi.metrics.inputs import (
-    check_not_empty,
+    check_numbers,
     check_vector,
     checked_classes,
     checked_probabilities,
@@ -53,9 +53,6 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
         prediction: A prediction with ``predict(..., y=y)``.
         y: The same targets ``(N, *event)``, in the shape of ``prediction.mean``.
         level: Probability of the intervals, strictly between 0 and 1.
-
-    Returns:
-        The scores.
 
     Raises:
         ImportError: If torchmetrics or scoringrules is not installed.
@@ -135,9 +132,6 @@ def classification_scores(
             errors beyond 0 and 1 are clipped.
         y: Right classes ``(N,)``, integers.
         num_bins: Number of bins of the calibration error.
-
-    Returns:
-        The scores.
 
     Raises:
         ImportError: If torchmetrics or scoringrules is not installed.
@@ -221,9 +215,7 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
         Section 4.1.
     """
     for name, scores in (("inside", inside), ("outside", outside)):
-        check_real(name, scores)
-        check_not_empty(name, scores)
-        check_finite(name, scores)
+        check_numbers(name, scores)
         check_vector(name, scores)
     values = torch.cat([inside.detach().double(), outside.detach().double().to(inside.device)])
     # Ranks as shares, because torchmetrics treats numbers beyond [0, 1] as logits.
@@ -271,9 +263,6 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
     Args:
         uncertainty: One number for each example ``(N,)``, such as an entropy.
         loss: Loss of each example ``(N,)``; ``(guess != y).double()`` for errors.
-
-    Returns:
-        The curve and its area.
 
     Raises:
         ValueError: If shapes differ, or a number is not finite.

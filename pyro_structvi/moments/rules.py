@@ -16,12 +16,11 @@ from pyro_structvi.maps.calls import (
 from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
-from pyro_structvi.moments.pooling import POOLING_RULES
 from pyro_structvi.moments.random_tensor import RandomTensor, random_among
 from pyro_structvi.moments.rearranging import REARRANGING_RULES
 
 # By torch's names and with torch's arguments; one name serves functions, methods and operators.
-RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES, **POOLING_RULES}
+RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES}
 
 
 def moments_of_call(

@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyro_structvi._checks import brief, check_classes, shape_text
+from pyro_structvi._checks import brief, shape_text
 
 # Values of figures; a list of numbers has one dimension.
 Values = Tensor | np.ndarray | Sequence[float]
@@ -91,14 +91,6 @@ def real_array(name: str, values: Values, dim: int = 1) -> Array:
     if not np.isfinite(array).all():
         raise ValueError(f"`{name}` must be finite everywhere, but is not.")
     return array.astype(np.float64)
-
-
-def class_array(name: str, values: Values, size: int) -> NDArray[np.int64]:
-    """Return whole numbers from 0 to ``size - 1``, or raise a ``ValueError``."""
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
-    check_classes(name, tensor, size)
-    classes: NDArray[np.int64] = tensor.cpu().long().numpy()
-    return classes
 
 
 def check_as_many(name: str, values: Array, other: str, others: Array) -> None:

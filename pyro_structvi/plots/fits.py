@@ -47,9 +47,6 @@ def plot_elbo(
         smooth: Steps in a running mean; a fiftieth of the steps when None.
         start: Share of initial steps that are ignored for the limits of the vertical axis.
 
-    Returns:
-        The axes.
-
     Raises:
         ValueError: If the history is empty, or a site has another number of steps.
 
@@ -109,9 +106,6 @@ def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "g
         ax: Axes of the drawing; a new figure when None.
         label: Name of the curve in the legend.
 
-    Returns:
-        The axes.
-
     Raises:
         ValueError: If there is no weight, or one is not finite.
 
@@ -151,9 +145,6 @@ def plot_scale_matrix(
         scale: Standard deviations ``(out, in)``, in the weights' units.
         ranks: Ranks of the approximations, each a panel.
         axes: Axes of one figure, for the matrix and for each rank; a new figure when None.
-
-    Returns:
-        The axes of the panels, for the matrix and then for the ranks in their order.
 
     Raises:
         ValueError: If a standard deviation is not positive, a rank is impossible for the matrix, or

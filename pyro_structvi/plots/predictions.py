@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
+from torch import Tensor
 
-from pyro_structvi._checks import Count, brief, checked, shape_text
+from pyro_structvi._checks import Count, brief, check_classes, checked, shape_text
 from pyro_structvi.plots.figures import (
     BLACK,
     BLUE,
@@ -20,7 +22,6 @@ from pyro_structvi.plots.figures import (
     by_label,
     check_as_many,
     check_shares,
-    class_array,
     curve_style,
     make_axes,
     real_array,
@@ -64,9 +65,6 @@ def plot_band(
         truth: The function that made the data, at ``x``.
         label: Name of the function in the legend; no legend when None.
 
-    Returns:
-        The axes.
-
     Raises:
         ValueError: If sizes differ, a standard deviation is negative, or bands are given twice or
             not at all.
@@ -82,7 +80,12 @@ def plot_band(
     true = None if truth is None else real_array("truth", truth)
     if true is not None:
         check_as_many("x", inputs, "truth", true)
-    points = _points(data_x, data_y)
+    if (data_x is None) != (data_y is None):
+        raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
+    points = None
+    if data_x is not None and data_y is not None:
+        points = real_array("data_x", data_x), real_array("data_y", data_y)
+        check_as_many("data_x", points[0], "data_y", points[1])
     ax = make_axes(ax)
     draw_band(ax, inputs, means, bands, label, true, points)
     add_labels(ax, "input", "target")
@@ -114,7 +117,13 @@ def _bands(
         if not widths or not all(0 < width < np.inf for width in widths):
             raise ValueError("`widths` must hold at least one number, all positive and finite.")
         return [(mean - width * scales, mean + width * scales) for width in widths]
-    low, high = _ends("lower", lower, mean), _ends("upper", upper, mean)
+    ends: dict[str, Any] = {"lower": lower, "upper": upper}
+    low, high = (
+        np.atleast_2d(real_array(name, each, 2 if getattr(each, "ndim", 1) == 2 else 1))
+        for name, each in ends.items()
+    )
+    check_as_many("lower", low, "mean", mean)
+    check_as_many("upper", high, "mean", mean)
     if low.shape != high.shape:
         raise ValueError(
             f"`lower` and `upper` must be as many bands, but got {len(low)} and {len(high)}."
@@ -122,23 +131,6 @@ def _bands(
     if (low > high).any():
         raise ValueError("`lower` must be at most `upper` everywhere, but is not.")
     return list(zip(low, high, strict=True))
-
-
-def _ends(name: str, values: Any, mean: Array) -> Array:
-    dim = 2 if getattr(values, "ndim", 1) == 2 else 1
-    ends = real_array(name, values, dim)
-    check_as_many(name, ends, "mean", mean)
-    return np.atleast_2d(ends)
-
-
-def _points(x: Values | None, y: Values | None) -> tuple[Array, Array] | None:
-    if (x is None) != (y is None):
-        raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
-    if x is None or y is None:
-        return None
-    points = real_array("data_x", x), real_array("data_y", y)
-    check_as_many("data_x", points[0], "data_y", points[1])
-    return points
 
 
 def draw_band(
@@ -176,9 +168,6 @@ def plot_reliability(
         num_bins: The number M of bins.
         ax: Axes of the drawing; a new figure when None.
 
-    Returns:
-        The axes.
-
     Raises:
         ValueError: If shapes do not fit, or a row is no vector of probabilities.
 
@@ -199,7 +188,9 @@ def plot_reliability(
             "`probabilities` must be at least 0 and sum to 1 over the classes, but row "
             f"{int(wrong.argmax())} is not. Pass `logits.softmax(-1)` for logits."
         )
-    classes = class_array("y", y, each.shape[1])
+    of_examples = y if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
+    check_classes("y", of_examples, each.shape[1])
+    classes = of_examples.cpu().numpy()
     if classes.shape != each.shape[:1]:
         raise ValueError(
             f"`y` must have shape (N,) = {shape_text(each.shape[:1])}, beside `probabilities`, but got "
@@ -255,9 +246,6 @@ def plot_coverage(
         ax: Axes of the drawing; a new figure when None.
         label: Name of a single curve in the legend.
         num_examples: The number N of examples, for the grey band; no band when None.
-
-    Returns:
-        The axes.
 
     Raises:
         ValueError: If sizes differ, or a share is not between 0 and 1.

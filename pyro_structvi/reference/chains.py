@@ -1,7 +1,7 @@
 """Microcanonical Langevin chains."""
 
 import math
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,14 +27,10 @@ Gradients = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Chains:
-    """Microcanonical Langevin chains, all in one pass.
+    """Microcanonical Langevin chains, all in one pass, from coordinates ``(C, D)``.
 
     A step whose energy changes without bound is not taken: the chain stays with the opposite velocity,
     and its next steps are smaller.
-
-    Args:
-        position: The starting coordinates ``(C, D)``.
-        gradients: The log densities and gradients of the target at positions.
 
     Attributes:
         position: The coordinates.
@@ -137,11 +133,7 @@ class Chains:
         self.num_moved = self.num_moved + moved
 
     def _move(self, factor: Tensor | float = 1.0, refreshes: bool = True) -> tuple[Tensor, Tensor]:
-        """Take a step of the minimal-norm integrator, and add noise to the velocities.
-
-        Args:
-            factor: A factor of the step size.
-            refreshes: Whether to add noise.
+        """Take a step of the minimal-norm integrator, its size times a factor, and add noise.
 
         Returns:
             The energy's change ``(C,)``, and which chains have moved.
@@ -211,14 +203,7 @@ def _unit(vectors: Tensor) -> Tensor:
 def gradients_of(
     target: Callable[[Tensor], Tensor], example: Tensor, num_calls: int, compiled: Compiled
 ) -> Gradients:
-    """Return a function from positions ``(C, D)`` to log densities and gradients.
-
-    Args:
-        target: The log density at coordinates ``(D,)``.
-        example: Positions.
-        num_calls: The number of calls to come.
-        compiled: As for :func:`mclmc`.
-    """
+    """Return a function from positions ``(C, D)`` to log densities and gradients of a target."""
     both = vmap(grad_and_value(target), randomness="error")
 
     def evaluate(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,9 +252,4 @@ def without_python(
 
 def _seconds_of(record: Record, example: Tensor) -> float:
     """Return the shortest duration of a replay."""
-    durations = []
-    for _ in range(4):
-        start = time.perf_counter()
-        record([example])
-        durations.append(time.perf_counter() - start)
-    return min(durations)
+    return min(timeit.repeat(lambda: record([example]), repeat=4, number=1))
