@@ -338,13 +338,12 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
     class_weight: Any = field(default=None, kw_only=True)
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
-        """Fit the posterior.
+        """Fit the posterior to inputs ``(N, features)`` and classes ``(N,)``.
 
         Args:
-            X: Inputs ``(N, features)``.
-            y: Classes ``(N,)``.
-            sample_weight: Weights of the examples' log likelihoods ``(N,)``; an example of weight 2
-                counts twice.
+            X: Inputs.
+            y: Classes.
+            sample_weight: Weights of the examples' log likelihoods ``(N,)``.
 
         Raises:
             ValueError: If an argument is out of range, ``X`` holds NaN, or there is a single class.

@@ -47,7 +47,6 @@ def expected_coverage(
         levels: Levels of the intervals, each above 0 and below 1.
 
     Raises:
-        TypeError: If ``prediction`` is no prediction.
         ValueError: If a level is not between 0 and 1, ``levels`` is empty, ``y`` is not finite or of
             another shape than the intervals, or the prediction has no intervals, as for classes.
 

@@ -53,8 +53,7 @@ def gradient_snr(
 
     How to read it: well above 1 one step of gradient descent has the right sign; far below 1 many steps
     must be averaged. Pure noise gives about ``1 / num_samples``. Ratios fall towards the optimum, since
-    ``E[g]`` vanishes there: compare guides at the same stage of training. The noise of mini-batches is
-    not included.
+    ``E[g]`` vanishes there: compare guides at the same stage of training.
 
     Args:
         model: The model.

@@ -66,10 +66,9 @@ def pareto_k(
 
     How to read it: for k below 0.5 weighted draws of the guide give accurate averages under the
     posterior; up to 0.7 they need many draws; above 0.7 the weights, the importance-weighted bound and
-    the effective sample size are unreliable. A k above 0.7 means that some direction of all the weights
-    is wrong, as nearly always in a net of many weights, whose posterior has several modes. Predictions
-    may still be good, so check them on held-out data (:func:`expected_coverage`). A gap between the two
-    bounds is a part of ``KL(q, posterior)``.
+    the effective sample size are unreliable, as nearly always in a net of many weights, whose posterior
+    has several modes. Predictions may still be good, so check them on held-out data
+    (:func:`expected_coverage`). A gap between the two bounds is a part of ``KL(q, posterior)``.
 
     Weights are drawn regardless of the guide's ``local_reparam``, and the model runs in evaluation mode.
     An ``InducingWeightGuide`` has the density of the weights W alone, so its ELBO here is above the
@@ -84,7 +83,6 @@ def pareto_k(
         **kwargs: Their keyword arguments.
 
     Raises:
-        ImportError: If ArviZ is not installed.
         ValueError: If the guide has no density or other sites than the model, ``num_samples`` is below
             100, or a log weight is NaN.
 

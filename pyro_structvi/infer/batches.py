@@ -89,8 +89,14 @@ def as_batches(
         for index, item in enumerate(examples):
             for key, tensor in item.items() if isinstance(item, dict) else [(None, item)]:
                 check_no_nan(f"data[{index}]" if key is None else f"data[{index}][{key!r}]", tensor)
+        moved = sum(tensor.nbytes for tensor in nested_tensors(examples) if tensor.device != device)
+        fits = not _is_gpu(device) or (
+            moved <= SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info(device)[0]
+        )
+        if fits:
+            examples = map_nested(methodcaller("to", device), examples)
         sampler = EpochSampler(size, batch_size is not None, seed)
-        return TensorBatches(_placed(examples, device), batch_size or size, sampler)
+        return TensorBatches(examples, batch_size or size, sampler)
     if isinstance(data, Dataset):
         if not isinstance(data, Sized):
             raise TypeError(
@@ -198,15 +204,6 @@ def _length_of(lengths: list[int]) -> int:
     if len(set(lengths)) != 1 or lengths[0] == 0:
         raise ValueError(f"The tensors of `data` must have one positive length, but got {lengths}.")
     return lengths[0]
-
-
-def _placed(data: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:
-    """Move tensors to the device, or leave them where they are if they would take too much of it."""
-    size = sum(tensor.nbytes for tensor in nested_tensors(data) if tensor.device != device)
-    if _is_gpu(device) and size > SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info(device)[0]:
-        return data
-    moved: tuple[Any, ...] = map_nested(lambda tensor: tensor.to(device), data)
-    return moved
 
 
 def _is_gpu(device: torch.device | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyro_structvi._checks import Count, check, naming
+from pyro_structvi._checks import CheckedFields, Count, naming
 from pyro_structvi.infer.batches import Feed, num_examples
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import History, Loss
@@ -29,7 +29,7 @@ NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable", "warm_up"}
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(CheckedFields):
     """A file that resumes a :func:`~pyro_structvi.fit` after an interruption, bit for bit.
 
     The file is written before the first step, every so many steps, at the end, and at an interrupt from
@@ -61,14 +61,8 @@ class Checkpoint:
     """
 
     path: str | os.PathLike[str]
-    every: int = 1000
+    every: Count = 1000
     resume: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        check("path", self.path, str | os.PathLike)
-        check("every", self.every, Count)
-        check("resume", self.resume, bool)
 
 
 class Run:

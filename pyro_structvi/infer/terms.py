@@ -104,7 +104,10 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
                     "`infer={'is_auxiliary': True}` if only the guide is to have it."
                 )
             coupled = [part for part in role.coupled if part in model]
-            kl[name] = _auxiliary_term(site, coupled, model)
+            handled = _handlers_of(coupled, model) if coupled else site
+            is_closed = isinstance(site["fn"], Auxiliary)
+            nats = site["fn"].kl() if is_closed else site["fn"].log_prob(site["value"])
+            kl[name] = _weighed(nats, handled), not is_closed
     sampled = tuple(name for name, (_, is_sampled) in kl.items() if is_sampled)
     return ELBOTerms(likelihood, {name: nats for name, (nats, _) in kl.items()}, sampled)
 
@@ -154,13 +157,6 @@ def _joined_term(site: Any, parts: Sequence[str], model: dict[str, Any]) -> Term
         )
     prior = JoinedPrior(*(model[part]["fn"] for part in parts))
     return _latent_term(site, {**_handlers_of(parts, model), "fn": prior})
-
-
-def _auxiliary_term(site: Any, coupled: Sequence[str], model: dict[str, Any]) -> Term:
-    """Return the KL of a site that only the guide has, or its log density where that is all there is."""
-    q, handled = site["fn"], _handlers_of(coupled, model) if coupled else site
-    is_closed = isinstance(q, Auxiliary)
-    return _weighed(q.kl() if is_closed else q.log_prob(site["value"]), handled), not is_closed
 
 
 def _weighed(nats: Tensor, handled: Any) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import (
-    NO_CLASS,
+    CheckedFields,
     Count,
+    Program,
     Rule,
     brief,
     check,
@@ -22,6 +23,7 @@ from pyro_structvi._checks import (
     naming,
 )
 from pyro_structvi._nested import map_nested
+from pyro_structvi._torch import tree_map
 from pyro_structvi.infer.elbo import LinearAnnealing
 from pyro_structvi.infer.steps.step import History, Loss
 from pyro_structvi.posterior.prediction import Prediction, predict
@@ -32,14 +34,9 @@ NUM_DRAWS = 20  # of the guide, with the same noise at each validation
 SEED = 0
 LEAST_STEPS = 100  # between two validations, unless told otherwise
 
-_DATA = Annotated[
-    tuple[Any, ...],
-    Rule("a tuple `(x, y)` of inputs and observations", lambda value: len(value) == 2),
-]
-
 
 @dataclass(frozen=True, eq=False)
-class Validation:
+class Validation(CheckedFields):
     """Measurements of the guide between the steps of :func:`~pyro_structvi.fit`, on other data.
 
     They are taken before the first step, every so many steps, and after the last step. The draws have
@@ -67,17 +64,17 @@ class Validation:
         [0, 50, 100]
     """
 
-    data: tuple[Any, Tensor]
-    metric: Callable[[Prediction, Tensor], Any] | None = None
-    every: int | None = None
-    patience: int | None = None
+    data: Annotated[
+        tuple[Any, ...],
+        Rule("a tuple `(x, y)` of inputs and observations", lambda value: len(value) == 2),
+    ]
+    metric: Program | None = None
+    every: Count | None = None
+    patience: Count | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        check("data", self.data, _DATA)
-        check("metric", self.metric, Annotated[Callable[..., Any], NO_CLASS] | None)
-        check("every", self.every, Count | None)
-        check("patience", self.patience, Count | None)
+        super().__post_init__()
         x, y = self.data
         check_tensors("data[0]", x)
         check("data[1]", y, Tensor)
@@ -230,25 +227,23 @@ def _clone(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def plain(name: str, value: Any) -> Any:
-    """Return a value with tensors on the host, as ``torch.load(..., weights_only=True)`` can read it.
+def plain(name: str, state: Any) -> Any:
+    """Return a state with tensors on the host, as ``torch.load(..., weights_only=True)`` can read it.
 
     Raises:
         TypeError: If it holds anything but numbers, texts, tensors, and lists and dicts of them.
     """
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {plain(name, key): plain(name, each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(name, each) for each in value)
-    raise TypeError(
-        f"`{name}` must have a state of tensors, numbers and texts for a checkpoint, but it holds "
-        f"{brief(value)}. Leave `checkpoint` out, or keep it elsewhere."
-    )
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", copy=True)
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, Real):
+            return int(value) if isinstance(value, Integral) else float(value)
+        raise TypeError(
+            f"`{name}` must have a state of tensors, numbers and texts for a checkpoint, but it holds "
+            f"{brief(value)}. Leave `checkpoint` out, or keep it elsewhere."
+        )
+
+    return tree_map(convert, state)

@@ -55,8 +55,6 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
         level: Probability of the intervals, strictly between 0 and 1.
 
     Raises:
-        ImportError: If torchmetrics or scoringrules is not installed.
-        TypeError: If ``prediction`` is no prediction.
         ValueError: If shapes differ, a target is not finite, a log density is NaN or missing, or the
             prediction was streamed.
 
@@ -134,7 +132,6 @@ def classification_scores(
         num_bins: Number of bins of the calibration error.
 
     Raises:
-        ImportError: If torchmetrics or scoringrules is not installed.
         ValueError: If shapes do not fit, or a row is no vector of probabilities.
 
     Example:
@@ -202,7 +199,6 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
         share of examples from outside below the threshold that keeps 95% of the examples inside.
 
     Raises:
-        ImportError: If torchmetrics is not installed.
         ValueError: If a tensor is empty, or a number is not finite.
 
     Example:

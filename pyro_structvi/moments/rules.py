@@ -75,10 +75,10 @@ def _apply(
 def linearized(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RandomTensor:
-    r"""Return the moments of a function's tangent at the mean, ``J S J'`` with its Jacobian J.
+    """Return the moments of a function's tangent at the mean, ``J S J'`` with its Jacobian J.
 
-    The first argument must be the only random one, with the examples first, and the function must treat
-    each example independently. The cost is one backward pass for each element of an example's result.
+    The first argument must be the only random one, with independent examples first. The cost is one
+    backward pass for each element of an example's result.
     """
     x = args[0] if args else None
     if not isinstance(x, RandomTensor) or len([*random_among((args, kwargs))]) != 1:

@@ -1,6 +1,6 @@
 """Figures of predictions: bands, reliability of class probabilities, coverage of intervals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,8 @@ from pyro_structvi.plots.figures import (
     Values,
     add_labels,
     add_legend,
-    by_label,
     check_as_many,
     check_shares,
-    curve_style,
     make_axes,
     real_array,
 )
@@ -228,7 +226,7 @@ def _draw_diagonal(ax: Axes) -> None:
 @checked
 def plot_coverage(
     levels: Values,
-    coverage: Values | Mapping[str, Values],
+    coverage: Values,
     ax: Axes | None = None,
     label: str | None = None,
     num_examples: Count | None = None,
@@ -241,10 +239,9 @@ def plot_coverage(
 
     Args:
         levels: Probabilities of the intervals ``(L,)``, from 0 to 1.
-        coverage: Shares of targets inside ``(L,)``, from 0 to 1; or several curves at the same
-            levels, by label.
+        coverage: Shares of targets inside ``(L,)``, from 0 to 1.
         ax: Axes of the drawing; a new figure when None.
-        label: Name of a single curve in the legend.
+        label: Name of the curve in the legend.
         num_examples: The number N of examples, for the grey band; no band when None.
 
     Raises:
@@ -259,12 +256,10 @@ def plot_coverage(
         Kuleshov, Fenner and Ermon (2018), "Accurate uncertainties for deep learning using
         calibrated regression", section 3.
     """
-    expected = real_array("levels", levels)
+    expected, observed = real_array("levels", levels), real_array("coverage", coverage)
+    check_as_many("levels", expected, "coverage", observed)
     check_shares("levels", expected)
-    curves = by_label("coverage", coverage, label)
-    for name, values in curves.values():
-        check_as_many("levels", expected, name, values)
-        check_shares(name, values)
+    check_shares("coverage", observed)
     ax = make_axes(ax, 5.2, 3.8)
     if num_examples is not None:
         line = np.linspace(0, 1, 101)
@@ -273,9 +268,7 @@ def plot_coverage(
         name = f"2 standard errors\nof {num_examples} examples"
         ax.fill_between(line, low, high, color="0.85", linewidth=0, label=name)
     _draw_diagonal(ax)
-    for index, (title, (_, values)) in enumerate(curves.items()):
-        style = curve_style(index)
-        ax.plot(expected, values, marker="o", markersize=4, label=title, **style)
+    ax.plot(expected, observed, color=BLUE, marker="o", markersize=4, label=label)
     add_labels(ax, "expected coverage", "observed coverage")
     add_legend(ax)
     return ax

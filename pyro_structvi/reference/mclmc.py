@@ -60,11 +60,11 @@ def mclmc(
     separate draws of the guide, or at the members of an ensemble, one basin for each chain.
 
     The step size of each chain is tuned in the warm-up so that the variance of the energy's change per
-    dimension is ``energy_variance``, and the decoherence length to the width of the posterior. Without a
-    Metropolis-Hastings step draws are biased by the discretization, the less the smaller
-    ``energy_variance`` is. ``adjusted=True`` removes the bias: a transition is a trajectory of about one
-    decoherence length, many steps, and is accepted or rejected as a whole. A step that changes the
-    energy by more than 1,000 nats is not taken, and the chain goes on with smaller ones.
+    dimension is ``energy_variance``, and the decoherence length to the width of the posterior. Draws are
+    biased by the discretization, the less the smaller ``energy_variance`` is. ``adjusted=True`` removes
+    the bias: a transition is a trajectory of about one decoherence length, many steps, and is accepted
+    or rejected as a whole. A step that changes the energy by more than 1,000 nats is not taken, and the
+    chain goes on with smaller ones.
 
     Args:
         model: The model, in evaluation mode during sampling. Its point estimates stay fixed.
@@ -84,16 +84,14 @@ def mclmc(
         progress: Whether to show a progress bar.
 
     Returns:
-        The draws by site, ``(num_chains * num_draws, *shape)``, for :func:`~pyro_structvi.predict` and
-        :func:`~pyro_structvi.to_inference_data`. ``r_hat``, ``chain_r_hat`` and ``ess`` summarize
-        up to 500 values that the model returns at the data; see :class:`ChainDraws`. Their
+        The draws by site, ``(num_chains * num_draws, *shape)``; see :class:`ChainDraws`. ``r_hat``,
+        ``chain_r_hat`` and ``ess`` summarize up to 500 values that the model returns at the data.
         ``sample_stats`` have ``lp``, the log joint in unconstrained coordinates up to a constant,
         ``energy_change``, ``diverging``, ``step_size`` and ``decoherence_length``; for ``adjusted=True``
         ``acceptance_rate``, too. After an interrupt from the keyboard they are the draws so far, if
         there are four of each chain.
 
     Raises:
-        TypeError: If an argument has another type.
         ValueError: If an argument is out of range, the guide is not initialized, sites of the model are
             missing in it, or the model has a single latent number.
         RuntimeError: If the model cannot run several draws in one pass, or be compiled for
