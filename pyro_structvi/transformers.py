@@ -256,7 +256,6 @@ def generate_from_mixture(
 
     Raises:
         ValueError: If the net has no draws.
-        TypeError: If ``options`` has ``do_sample``, which is ``sample`` here.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model

@@ -108,11 +108,7 @@ def gradient_snr(
 def _moments(
     draw: Callable[[], Mapping[str, Tensor]], count: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return mean and unbiased variance of each element, one draw at a time.
-
-    References:
-        Welford (1962), "Note on a method for calculating corrected sums of squares and products".
-    """
+    """Return mean and unbiased variance of each element, one draw at a time (Welford, 1962)."""
     mean = {**draw()}
     squares = {name: torch.zeros_like(value) for name, value in mean.items()}
     for number in range(2, count + 1):
@@ -124,10 +120,7 @@ def _moments(
 
 
 def _summary(signal: Tensor, variance: Tensor, share: float) -> GradientNoise:
-    """Average the ratios of elements with a gradient.
-
-    ``signal`` is the squared mean, and ``E[g^2]`` is ``signal + share * variance``.
-    """
+    """Average ratios, with the squared mean as signal and ``E[g^2] = signal + share * variance``."""
     has_gradient = (signal > 0) | (variance > 0)
     signal, variance = signal[has_gradient], variance[has_gradient]
     ratio = signal / variance

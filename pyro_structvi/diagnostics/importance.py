@@ -157,19 +157,11 @@ def _log_weight(
 def _check_sites(of_model: Any, of_guide: Any) -> None:
     """Raise a ``ValueError`` unless model and guide have the same latent sites."""
     model, guide = (
-        {
-            name: node
-            for name, node in trace.nodes.items()
-            if node["type"] == "sample" and not node["is_observed"] and not site_is_subsample(node)
-        }
+        {name for name, node in trace.iter_stochastic_nodes() if not site_is_subsample(node)}
         for trace in (of_model, of_guide)
     )
-    missing = [name for name in model if name not in guide]
-    unknown = [
-        name
-        for name, node in guide.items()
-        if name not in model and not SiteRole.of(node).is_auxiliary
-    ]
+    auxiliary = {n for n in guide if SiteRole.of(of_guide.nodes[n]).is_auxiliary}
+    missing, unknown = sorted(model - guide), sorted(guide - model - auxiliary)
     if missing or unknown:
         raise ValueError(
             f"`guide` must have the latent sites of the model, but these are missing in it: {missing}, "
@@ -179,10 +171,8 @@ def _check_sites(of_model: Any, of_guide: Any) -> None:
 
 
 def _of_draws(log_weight: Callable[[Any], Tensor], count: int, size: int) -> Tensor:
-    """Return the log weights of several draws, vectorized unless torch cannot vectorize the model.
-
-    vmap disables validation, so the first draw runs alone to raise errors.
-    """
+    """Return the log weights of several draws, vectorized unless torch cannot vectorize the model."""
+    # vmap disables validation, so the first draw runs alone to raise errors.
     with counted_bytes() as outputs:  # of layers
         first = log_weight(0)
     at_once = max(1, MAX_BYTES // max(1, size + sum(outputs)))

@@ -97,19 +97,17 @@ class StructuredELBO(ELBO):
 
     Log densities are computed at observed sites only, so a weight that has not been sampled stays
     unsampled. Without a closed form or a registered quadrature the KL is ``log q - log p`` at the draw,
-    after one :class:`SampledKLWarning` for each weight. Closed forms need independent posteriors of
-    different sites, or a shared auxiliary site, as in every guide of this package. For a mixture of
-    guides the terms are averages over its members.
-
-    The scale and mask of a latent site are those of the *model*: a ``poutine.scale`` around the
-    model weighs the KL of the sites inside it.
+    after one :class:`SampledKLWarning` for each weight. Posteriors of different sites must be
+    independent or share an auxiliary site, as in every guide of this package. For a mixture of guides
+    the terms are averages over its members. The scale and mask of a latent site are those of the
+    *model*: a ``poutine.scale`` around it weighs the KL of the sites inside.
 
     Args:
         kl_weight: The weight w of the KL: a number, or a schedule from the training step to a number.
         num_particles: How many independent draws to average.
-        vectorize_particles: Whether one pass is to run them all, by :func:`torch.func.vmap` over guide
-            and model: faster for small nets, and as many times the memory. Not for layers that update
-            running statistics. Pyro's validation then looks at shapes only, not at values.
+        vectorize_particles: Whether one pass runs them all, by :func:`torch.func.vmap` over guide and
+            model: faster for small nets, and as many times the memory. Not for layers that update
+            running statistics. Pyro's validation then looks at shapes only.
         estimator: "draws" for an unbiased estimate by draws of weights or outputs; "moments" for one
             without noise, by the moments of the net's output (:class:`~pyro_structvi.moments.NetMoments`
             says what they leave out) and quadrature over the likelihood, exact to quadrature where only
@@ -117,7 +115,6 @@ class StructuredELBO(ELBO):
             classifier whose last layer alone is random has a true lower bound, in closed form.
 
     Raises:
-        ValueError: If ``kl_weight`` is negative or not finite, or ``num_particles`` is below 1.
         RuntimeError: In training, if particles or members cannot be run in one pass.
 
     Example:

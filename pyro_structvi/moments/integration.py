@@ -85,17 +85,19 @@ def likelihood_at_nodes(
     outputs = _outputs(output, nodes[:, :first], model.terms)
     is_shared = any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values())
     shared = NODES.get(first + len(own), len(nodes)) if is_shared else 1
-    with site_values(model) as cache, _Observation(weights, shared) as seen:
+    observation = _Observation(weights, shared)
+    with site_values(model) as cache, observation:
         cache.update(values)
         model.observe(outputs, 1, y)
-    return seen.found
+    return observation.found
 
 
 def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNodes:
     """Return a model's likelihood at a known output ``(batch, ...)``, as one node."""
-    with site_values(model), _Observation(output.new_ones(1), 1) as seen:
+    observation = _Observation(output.new_ones(1), 1)
+    with site_values(model), observation:
         model.observe(output, 0, y)
-    return seen.found
+    return observation.found
 
 
 def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:

@@ -425,7 +425,11 @@ _STEPS: dict[str, Step] = {
     "gru": _gru_step,
 }
 
-_POOLS = {"max": _max_pool, "avg": _average_pool, "adaptive_avg": _adaptive_average_pool}
+_POOLS: dict[str, Callable[..., RandomTensor]] = {
+    "max": _max_pool,
+    "avg": _average_pool,
+    "adaptive_avg": _adaptive_average_pool,
+}
 
 LAYER_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add", "radd"), _add),
