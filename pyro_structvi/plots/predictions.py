@@ -8,7 +8,8 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from pyro_structvi._checks import Count, brief, check_classes, checked, shape_text
+from pyro_structvi._checks import Count, checked
+from pyro_structvi.metrics.inputs import checked_classes, checked_probabilities
 from pyro_structvi.plots.figures import (
     BLACK,
     BLUE,
@@ -26,7 +27,6 @@ from pyro_structvi.plots.figures import (
 )
 
 DEPTH = 0.25  # height of the tallest bar below the axis, in units of the vertical axis
-TOLERANCE = 1e-3  # rounding errors of probabilities
 
 
 @checked
@@ -179,21 +179,9 @@ def plot_reliability(
         Guo et al. (2017), "On calibration of modern neural networks", section 2.
     """
     each = real_array("probabilities", probabilities, dim=2)
-    off = np.abs(each.sum(1) - 1) > TOLERANCE
-    wrong = off | (each < -TOLERANCE).any(1)
-    if wrong.any():
-        raise ValueError(
-            "`probabilities` must be at least 0 and sum to 1 over the classes, but row "
-            f"{int(wrong.argmax())} is not. Pass `logits.softmax(-1)` for logits."
-        )
+    known = checked_probabilities("probabilities", torch.as_tensor(each))
     of_examples = y if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
-    check_classes("y", of_examples, each.shape[1])
-    classes = of_examples.cpu().numpy()
-    if classes.shape != each.shape[:1]:
-        raise ValueError(
-            f"`y` must have shape (N,) = {shape_text(each.shape[:1])}, beside `probabilities`, but got "
-            f"{brief(y)}."
-        )
+    classes = checked_classes("y", of_examples, known).numpy()
     confidence, right = each.max(1).clip(0, 1), each.argmax(1) == classes
     index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
     filled, where, counts = np.unique(index, return_inverse=True, return_counts=True)
