@@ -157,11 +157,12 @@ def _log_weight(
 def _check_sites(of_model: Any, of_guide: Any) -> None:
     """Raise a ``ValueError`` unless model and guide have the same latent sites."""
     model, guide = (
-        {name for name, node in trace.iter_stochastic_nodes() if not site_is_subsample(node)}
+        {name: node for name, node in trace.iter_stochastic_nodes() if not site_is_subsample(node)}
         for trace in (of_model, of_guide)
     )
-    auxiliary = {n for n in guide if SiteRole.of(of_guide.nodes[n]).is_auxiliary}
-    missing, unknown = sorted(model - guide), sorted(guide - model - auxiliary)
+    missing = [name for name in model if name not in guide]
+    others = {name: node for name, node in guide.items() if name not in model}
+    unknown = [name for name, node in others.items() if not SiteRole.of(node).is_auxiliary]
     if missing or unknown:
         raise ValueError(
             f"`guide` must have the latent sites of the model, but these are missing in it: {missing}, "
