@@ -56,8 +56,8 @@ def plot_band(
             and ``upper``.
         ax: Axes of the drawing; a new figure when None.
         widths: Half-widths of the bands in standard deviations.
-        lower: Lower ends of a band ``(N,)``, or of K bands ``(K, N)``.
-        upper: Upper ends of the same shape.
+        lower: Lower ends of one band ``(N,)``.
+        upper: Its upper ends.
         data_x: Inputs of the data ``(D,)``.
         data_y: Targets of the data ``(D,)``.
         truth: The function that made the data, at ``x``.
@@ -115,20 +115,14 @@ def _bands(
         if not widths or not all(0 < width < np.inf for width in widths):
             raise ValueError("`widths` must hold at least one number, all positive and finite.")
         return [(mean - width * scales, mean + width * scales) for width in widths]
-    ends: dict[str, Any] = {"lower": lower, "upper": upper}
-    low, high = (
-        np.atleast_2d(real_array(name, each, 2 if getattr(each, "ndim", 1) == 2 else 1))
-        for name, each in ends.items()
-    )
+    assert lower is not None
+    assert upper is not None
+    low, high = real_array("lower", lower), real_array("upper", upper)
     check_as_many("lower", low, "mean", mean)
     check_as_many("upper", high, "mean", mean)
-    if low.shape != high.shape:
-        raise ValueError(
-            f"`lower` and `upper` must be as many bands, but got {len(low)} and {len(high)}."
-        )
     if (low > high).any():
         raise ValueError("`lower` must be at most `upper` everywhere, but is not.")
-    return list(zip(low, high, strict=True))
+    return [(low, high)]
 
 
 def draw_band(

@@ -60,7 +60,7 @@ class Chains:
         """Tune step sizes by the energy's change, and the length by the width of the posterior."""
         size = self.position.shape[-1]
         self._most_change = LARGEST_CHANGE + LARGEST_DEVIATION * math.sqrt(size * variance)
-        moments = _Moments()
+        sums = self.position.new_zeros(3, size, dtype=torch.float64)  # of 1, positions and squares
         # In double precision, for the sixth power of small steps.
         step = self.step_size.double().squeeze(-1)
         # Each begins as if some steps of this size had had the target's change, so that one step with a
@@ -91,10 +91,12 @@ class Chains:
                 )
             self.step_size = step.unsqueeze(-1).to(self.position)
             if number >= count // 4:
-                moments.add(self.position)
+                own = self.position.double()
+                sums += torch.stack([torch.ones_like(own), own, own.square()]).sum(1)
             if number in (count // 2, 3 * count // 4):
-                self.length = math.sqrt(moments.total_variance) or self.length
-                moments = _Moments()
+                mean, squares = sums[1:] / sums[0]
+                self.length = math.sqrt(float((squares - mean.square()).sum())) or self.length
+                sums.zero_()
         tuned = (total / (count - 3 * count // 4)) ** (-1 / 6)
         self.step_size = tuned.clamp_max(self.length).unsqueeze(-1).to(self.position)
 
@@ -157,25 +159,6 @@ class Chains:
             velocity = _unit(velocity + noise * torch.randn_like(velocity))
         self._velocity = velocity
         return torch.where(moved, change, 0.0), moved
-
-
-class _Moments:
-    """Means and variances of positions over chains and steps."""
-
-    def __init__(self) -> None:
-        self._count, self._sum, self._squares = 0, torch.zeros(()), torch.zeros(())
-
-    def add(self, positions: Tensor) -> None:
-        """Add positions ``(C, D)``."""
-        self._count += len(positions)
-        self._sum = self._sum + positions.double().sum(0)
-        self._squares = self._squares + positions.double().square().sum(0)
-
-    @property
-    def total_variance(self) -> float:
-        """The sum of the variances of all coordinates."""
-        mean = self._sum / self._count
-        return float((self._squares / self._count - mean.square()).sum())
 
 
 def _kick(velocity: Tensor, gradient: Tensor, time: Tensor | float) -> tuple[Tensor, Tensor]:
