@@ -227,9 +227,8 @@ class StructuredELBO(ELBO):
         try:
             return _run_together(run, joint.stacked(count))
         except RuntimeError as error:
-            self._get_trace(
-                model, guide, args, kwargs
-            )  # the model says itself what is wrong anyway
+            # The model says itself what is wrong with one draw, too.
+            terms_of(*self._get_trace(model, guide, args, kwargs), self.max_plate_nesting)
             option = "vectorize_particles" if self.vectorize_particles else "vectorize"
             raise RuntimeError(
                 "This model cannot run several draws of its weights in one pass: "
