@@ -191,12 +191,13 @@ def _as_draws(
     functions_of = vmap(target.functions_at)
     run = without_python(lambda z: (functions_of(z),), each[:, 0], count, compiled=False)
     functions = torch.stack([run(draw)[0] for draw in each.unbind(1)], 1)  # (chain, draw, F)
+    seconds = time.perf_counter() - start
     convergence = convergence_of([functions], values.values(), len(each))
     draws = ChainDraws(
         {name: value.flatten(0, 1) for name, value in values.items()},
         len(each),
         sample_stats={name: value.cpu().numpy() for name, value in by_name.items()},
-        seconds=time.perf_counter() - start,
+        seconds=seconds,
         **convergence,
     )
     if draws.r_hat > 1.1:
