@@ -1,12 +1,13 @@
 """Draws that are linear in standard normal noise, as exact functions of the noise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def unit_draws(draw: Callable[[], Tensor]) -> UnitDraws:
     Raises:
         AssertionError: If the draw is not linear, or takes other noise.
     """
-    with _Noise() as source:
+    with _replaced_noise() as source:
         mean, size = source.run(draw, None), source.taken
         units = [source.run(draw, unit) for unit in torch.eye(size, dtype=torch.float64)]
         noise = torch.linspace(-1.5, 2.0, size, dtype=torch.float64)
@@ -51,49 +52,57 @@ def unit_draws(draw: Callable[[], Tensor]) -> UnitDraws:
 
 def draw_with_noise(draw: Callable[[], Tensor], noise: Tensor | None) -> tuple[Tensor, int]:
     """Return a draw with given noise ``(size,)``, zeros if None, and the size of its noise."""
-    with _Noise() as source:
+    with _replaced_noise() as source:
         return source.run(draw, noise), source.taken
 
 
-class _Noise(TorchFunctionMode):
-    """Gives numbers in place of normal random numbers, and fails if torch's generator moves."""
+class _Source:
+    """Numbers in place of torch's random numbers."""
 
     noise: Tensor | None
     taken: int
 
     def run(self, draw: Callable[[], Tensor], noise: Tensor | None) -> Tensor:
         self.noise, self.taken = noise, 0
-        before = torch.get_rng_state()
         value = draw()
         if noise is not None and self.taken != len(noise):
             raise AssertionError(f"the draw took {self.taken} numbers of noise, not {len(noise)}")
-        if not torch.equal(before, torch.get_rng_state()):
-            raise AssertionError("the draw takes noise that is not standard normal")
         return value
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        options = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
-        if func is torch.randn:
-            return self._fill(torch.empty(*args, **options))
-        if func is torch.randn_like:
-            return self._fill(torch.empty_like(*args, **options).detach())
-        if func is Tensor.normal_:
-            return self._fill_normal(*args, **options)
-        return func(*args, **(kwargs or {}))
-
-    @torch.no_grad()
-    def _fill_normal(self, tensor: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-        return self._fill(tensor).mul_(std).add_(mean)
-
-    def _fill(self, tensor: Tensor) -> Tensor:
+    def fill(self, tensor: Tensor) -> Tensor:
         start, self.taken = self.taken, self.taken + tensor.numel()
         if self.noise is None:
             return tensor.zero_()
         if self.taken > len(self.noise):
             raise AssertionError(f"the draw took more than {len(self.noise)} numbers of noise")
         return tensor.copy_(self.noise[start : self.taken].reshape(tensor.shape))
+
+    def randn(self, *size: Any, generator: Any = None, **options: Any) -> Tensor:
+        return self.fill(torch.empty(*size, **options))
+
+    def randn_like(self, like: Tensor, **options: Any) -> Tensor:
+        return self.fill(torch.empty_like(like, **options).detach())
+
+    def normal_(
+        self, tensor: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
+    ) -> Tensor:
+        with torch.no_grad():
+            return self.fill(tensor).mul_(std).add_(mean)
+
+
+@contextmanager
+def _replaced_noise() -> Iterator[_Source]:
+    """Replace torch's normal noise, and fail if torch's generator moves all the same."""
+    source = _Source()
+    before = torch.get_rng_state()
+    with (
+        patch("torch.randn", source.randn),
+        patch("torch.randn_like", source.randn_like),
+        patch.object(Tensor, "normal_", lambda tensor, *a, **k: source.normal_(tensor, *a, **k)),
+    ):
+        yield source
+    if not torch.equal(before, torch.get_rng_state()):
+        raise AssertionError("the draw takes noise that is not standard normal")
 
 
 def assert_mean(samples: Tensor, expected: Tensor, false_alarm: float = 1e-6) -> None:
