@@ -124,14 +124,13 @@ def validates(validate_args: Any) -> bool:
 def check(name: str, value: Any, hint: Any) -> None:
     """Raise an error that names the argument unless a value follows its annotation.
 
-    Raises:
-        TypeError: If the value is of another kind.
-        ValueError: If a number, or one of several names, is expected.
+    It is a ``ValueError`` if a number, or one of several names, is expected, else a ``TypeError``.
     """
     if type(value) is hint or (hint is Tensor and isinstance(value, Tensor)):
         return
     if isinstance(value, Mapping):
-        for of_key, of_entry in map(get_args, filter(_is_mapping, _members(hint))):
+        mappings = [each for each in _members(hint) if get_origin(each) is Mapping]
+        for of_key, of_entry in map(get_args, mappings):
             for key, entry in value.items():
                 check(f"{name}.keys()", key, of_key)
                 check(f"{name}[{key!r}]", entry, of_entry)
@@ -166,10 +165,6 @@ def brief(value: Any) -> str:
     return _article(type(value))
 
 
-def _is_mapping(hint: Any) -> bool:
-    return get_origin(hint) is Mapping
-
-
 def _members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
@@ -188,17 +183,11 @@ def _accepts(value: Any, hint: Any) -> bool:
         is_number = isinstance(value, Integral if hint is int else Real)
         return is_number and value is not True and value is not False
     if origin is tuple and ... not in members:
-        return (
-            isinstance(value, tuple)
-            and len(value) == len(members)
-            and all(map(_accepts, value, members))
-        )
+        has_length = isinstance(value, tuple) and len(value) == len(members)
+        return has_length and all(map(_accepts, value, members))
     if origin in (Sequence, tuple):
-        return (
-            isinstance(value, origin)
-            and not isinstance(value, str)
-            and all(_accepts(each, members[0]) for each in value)
-        )
+        is_sequence = isinstance(value, origin) and not isinstance(value, str)
+        return is_sequence and all(_accepts(each, members[0]) for each in value)
     if origin is Callable:
         return callable(value)
     return isinstance(value, origin or hint)
@@ -222,12 +211,7 @@ def _words(hint: Any) -> list[str]:
         return [f"({', '.join(word for each in members for word in _words(each))})"]
     if hint is bool:
         return ["True", "False"]
-    simple = {
-        int: "a whole number",
-        float: "a number",
-        str: "a string",
-        Callable: "a function",
-    }
+    simple = {int: "a whole number", float: "a number", str: "a string", Callable: "a function"}
     return [simple.get(origin or hint) or _article(origin or hint)]
 
 
@@ -250,18 +234,7 @@ def _remedy(name: str, value: Any, members: Iterable[Any]) -> str:
 def check_shape(
     name: str, tensor: Tensor, expected: Iterable[int], meaning: str, by: str = ""
 ) -> None:
-    """Raise a ``ValueError`` unless ``tensor`` has exactly the expected shape.
-
-    Args:
-        name: The argument as the caller wrote it.
-        tensor: What was given.
-        expected: The shape it must have.
-        meaning: That shape in letters, such as ``"(in, k)"``.
-        by: The argument that this shape follows from.
-
-    Raises:
-        ValueError: If the shapes differ.
-    """
+    """Raise a ``ValueError`` unless a tensor has a shape, "(in, k)", that follows from ``by``."""
     check(name, tensor, Tensor)
     expected = tuple(expected)
     if tuple(tensor.shape) != expected:
@@ -426,12 +399,7 @@ _OURS = tuple(f"{folder}/" for folder in _FOLDERS)
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warn, as of the first line on the stack that is not of this package, of Pyro or of torch.
-
-    Args:
-        message: The warning.
-        category: Its class.
-    """
+    """Warn, as of the first line on the stack that is not of this package, of Pyro or of torch."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         level, frame = level + 1, frame.f_back

@@ -31,8 +31,7 @@ _FIRST: ContextVar[int] = ContextVar("first", default=0)
 def plates_around() -> Size:
     """Return the sizes of the vectorized plates around a model, except the plate of its data at dim -1.
 
-    Pyro's objectives and ``Predictive`` put such plates around a model or a guide, and only the stack of
-    handlers knows of them. Without it a net would meet weights with dimensions that no layer takes.
+    Pyro's objectives and ``Predictive`` put them there, and a net's layers take no such dimensions.
     """
     handlers = _PYRO_STACK[_FIRST.get() :]
     frames = [handler for handler in handlers if isinstance(handler, IndepMessenger)]
@@ -41,10 +40,7 @@ def plates_around() -> Size:
 
 
 def inside_plate() -> bool:
-    """Whether any vectorized plate is around, as that of ``Predictive(parallel=True)`` is, at any dim.
-
-    Only the stack of handlers knows. Without it what a guide draws once would be the same in all draws.
-    """
+    """Whether a vectorized plate is around, in which each draw of a guide is another one."""
     handlers = _PYRO_STACK[_FIRST.get() :]
     return any(isinstance(each, IndepMessenger) and each.dim is not None for each in handlers)
 
@@ -63,20 +59,13 @@ def outside_plates() -> Iterator[None]:
 
 
 def declared_samples(module: nn.Module) -> dict[str, Any]:
-    """Return the priors of the ``PyroSample`` attributes of one module, by attribute.
-
-    Pyro has no public list of them. Without it a guide could make its parameters only after the model
-    has run, and no state dict could be loaded before.
-    """
+    """Return the priors of a module's ``PyroSample`` attributes, by attribute, before it has run."""
     samples: dict[str, Any] = vars(module).get("_pyro_samples", {})
     return samples
 
 
 def declared_name(module: PyroModule, attribute: str) -> str:
-    """Return the name that an attribute's site will have when the model runs.
-
-    Pyro's own function for it refuses to answer before the first run.
-    """
+    """Return the name that an attribute's site will have, which Pyro tells after the first run only."""
     return f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
 
 
@@ -88,10 +77,8 @@ def site_name(module: PyroModule, attribute: str) -> str:
 def make_pyro_module(net: Any, base: type[PyroModule]) -> None:
     """Turn a module and all in it into PyroModules of a base class, in place.
 
-    Pyro's own conversion mixes a class into that of a module, which Python refuses for classes with a
-    metaclass of another kind, as that of ``abc.ABC``, and takes each child out for a moment, which
-    modules that look up their attributes in a child do not survive. Its cache of mixed classes and the
-    attributes of its modules are private. Without it adapters of ``peft`` could not become Bayesian.
+    Pyro's own conversion refuses classes with a metaclass of another kind, as that of ``abc.ABC``, and
+    takes each child out for a moment, which adapters of ``peft`` do not survive.
     """
     plain = [module for module in net.modules() if not isinstance(module, PyroModule)]
     for module in plain:
@@ -141,11 +128,7 @@ def _new_module(kind: Any, base: Any) -> Any:
 
 
 def tie_site(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:
-    """Give an attribute's site the name of another module's site, so that both read one value.
-
-    Pyro asks a module for the names of its sites. Without it a weight that two modules share would
-    become two independent sites.
-    """
+    """Give an attribute's site the name of another module's site, so that both read one value."""
     names = module.__dict__.setdefault("_pyro_get_fullname", _TiedNames(module))
     names.tied[attribute] = (owner, owners_attribute)
 
@@ -164,10 +147,7 @@ class _TiedNames:
 
 
 def can_sample(module: PyroModule, name: str) -> bool:
-    """Whether a module's site has a value in a pass that is running, or a handler to get one from.
-
-    Pyro keeps both private. Without it a weight would be drawn from its prior wherever it is read.
-    """
+    """Whether a module's site has a value in a pass that is running, or a handler to get one from."""
     context = module._pyro_context
     if not context.active:
         return False
@@ -175,19 +155,13 @@ def can_sample(module: PyroModule, name: str) -> bool:
 
 
 def fixed_draw_around() -> Any:
-    """Return the handler that entered last, if it gives a whole block one draw, or None.
-
-    Pyro keeps the stack private. Without it a pass inside of such a block would look like any.
-    """
+    """Return the handler that entered last, if it gives a whole block one draw, or None."""
     handler = _PYRO_STACK[-1] if _PYRO_STACK else None
     return handler if getattr(handler, "fixes_draw", False) else None
 
 
 def lists_values(module: PyroModule) -> bool:
-    """Whether a pass of the model that a module belongs to is running, or there is one draw for a block.
-
-    Only Pyro's own context knows. Without it ``parameters()`` could not be those of a pass.
-    """
+    """Whether a pass of a module's model is running, whose ``parameters()`` are those of the pass."""
     return module._pyro_context.active > 0 or fixed_draw_around() is not None
 
 
@@ -205,18 +179,14 @@ def values_of_pass(net: PyroModule) -> dict[str, Tensor]:
 def keep_values_in(net: PyroModule, values: dict[str, Tensor]) -> None:
     """Let a net keep the values of its sites in another dictionary, which may answer for what it lacks.
 
-    Pyro keeps them for one pass. Without it a layer that is computed again in the backward pass would
-    find no values, and draw new ones.
+    Pyro keeps them for one pass, and a layer that is computed again in the backward pass needs them.
     """
     net._pyro_context.cache = values
 
 
 @contextmanager
 def site_values(net: PyroModule) -> Iterator[dict[str, Tensor]]:
-    """Open the values of a net's sites by name, which its modules read in this block.
-
-    Without it a net could not be run at given values by vmap, or by a tracer that takes no handlers.
-    """
+    """Open the values of a net's sites by name, so that it runs at given values without handlers."""
     with net._pyro_context:
         yield net._pyro_context.cache
 
@@ -227,8 +197,7 @@ def site_values(net: PyroModule) -> Iterator[dict[str, Tensor]]:
 def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     """Show a module's own parameter in Pyro's param store.
 
-    The public way in, ``pyro.param``, keeps the value that the store already has under the name, so a
-    second guide of one class would train the parameters of the first.
+    ``pyro.param`` keeps what the store already has under the name, the parameter of another guide.
     """
     stale = _PYRO_PARAM_STORE._params.get(name)
     if stale is not None and stale is not parameter:  # let go of a former guide's
@@ -239,21 +208,13 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def has_parameters(prefix: str) -> bool:
-    """Whether Pyro's param store has parameters whose names begin with a prefix.
-
-    The store's public names are those of constrained values, which it computes. Without it a name would
-    stay taken after the store was cleared.
-    """
+    """Whether Pyro's param store has parameters whose names begin with a prefix."""
     names = [*_PYRO_PARAM_STORE._params]  # which a guide may leave meanwhile that is collected
     return any(name.startswith(prefix) for name in names)
 
 
 def forget_parameters(prefix: str) -> None:
-    """Drop the entries of Pyro's param store whose names begin with a prefix.
-
-    Pyro's own deletion asks for each parameter's constrained value. Without it the store would keep the
-    parameters of guides that are gone.
-    """
+    """Drop the entries of Pyro's param store whose names begin with a prefix, constrained or not."""
     for name in [*_PYRO_PARAM_STORE._params]:
         if name.startswith(prefix):
             _PYRO_PARAM_STORE._param_to_name.pop(_PYRO_PARAM_STORE._params.pop(name, None), None)
@@ -261,11 +222,7 @@ def forget_parameters(prefix: str) -> None:
 
 
 def stored_parameter(name: str) -> Tensor | None:
-    """Return the unconstrained parameter that Pyro's store has under a name, or None.
-
-    The store's public lookup computes the constrained value. Without it a compiled step would go on with
-    a parameter that has been replaced in the store.
-    """
+    """Return the unconstrained parameter that Pyro's store has under a name, or None."""
     parameter: Tensor | None = _PYRO_PARAM_STORE._params.get(name)
     return parameter
 
@@ -274,10 +231,7 @@ def stored_parameter(name: str) -> Tensor | None:
 
 
 def random_subsample(message: dict[str, Any]) -> Callable[[], Tensor] | None:
-    """Return how a plate draws the subsample that a message asks for; None for any other message.
-
-    Pyro has no public type for it. Without it a CUDA graph would repeat one subsample.
-    """
+    """Return how a plate draws the subsample that a message asks for; None for any other message."""
     draw = message["fn"]
     if not isinstance(draw, _Subsample) or message["value"] is not None:
         return None
@@ -289,18 +243,12 @@ def random_subsample(message: dict[str, Any]) -> Callable[[], Tensor] | None:
 
 
 def has_stepped(optim: PyroOptim) -> bool:
-    """Whether a Pyro optimizer has, or was loaded with, the state of single parameters.
-
-    Without it that state would be dropped in silence where one torch optimizer takes over.
-    """
+    """Whether a Pyro optimizer has the state of single parameters, which one optimizer would drop."""
     return bool(optim.optim_objs or optim._state_waiting_to_be_consumed)
 
 
 def optimizer_options(optim: PyroOptim, parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the arguments of torch's optimizer that a Pyro optimizer has for a parameter.
-
-    They may be a function of the parameter's name. Without it all would need the same arguments.
-    """
+    """Return the arguments of torch's optimizer that a Pyro optimizer has for a parameter."""
     options: dict[str, Any] = optim._get_optim_args(parameter)
     return options
 
@@ -308,9 +256,6 @@ def optimizer_options(optim: PyroOptim, parameter: nn.Parameter) -> dict[str, An
 def gradient_clip(
     optim: PyroOptim, parameter: nn.Parameter
 ) -> Callable[[nn.Parameter], None] | None:
-    """Return how a Pyro optimizer clips a parameter's gradient in place, or None.
-
-    Without it the second argument of Pyro's optimizers would be ignored.
-    """
+    """Return how a Pyro optimizer clips a parameter's gradient in place, or None."""
     clip: Callable[[nn.Parameter], None] | None = optim._get_grad_clip(parameter)
     return clip

@@ -27,29 +27,17 @@ T = TypeVar("T", bound=Tensor)
 
 
 def inside_transform() -> bool:
-    """Whether this code runs inside a transform of ``torch.func``, such as vmap.
-
-    Torch has no public question for it. Without it a gradient written by hand that has no rule for a
-    transform would raise under it, in place of torch's own operations.
-    """
+    """Whether a transform of ``torch.func`` runs, which refuses gradients by hand without a rule."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def inside_jit_trace() -> bool:
-    """Whether ``torch.jit.trace`` records what runs here, as Pyro's ``JitTrace_ELBO`` lets it.
-
-    Torch does not name it among what its module exports. Without it a function that writes in place,
-    which that tracer does not take, would raise.
-    """
+    """Whether ``torch.jit.trace`` records this code; it takes no function that writes in place."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
 
 
 def inside_forward_derivative() -> bool:
-    """Whether this code runs inside a level of forward-mode differentiation, ``forward_ad.dual_level``.
-
-    Torch has no public question for it. Without it a net that is differentiated in its inputs would be
-    taken for one that is applied once.
-    """
+    """Whether a net is differentiated in its inputs here, and not just applied once."""
     return forward_ad._current_level >= 0
 
 
@@ -67,18 +55,12 @@ def recording() -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Whether this code runs in a :func:`recording` block, or in ``make_fx``.
-
-    Torch has no public question for the latter. Without it a branch on a value would raise there.
-    """
+    """Whether a :func:`recording` block or ``make_fx`` runs, where a branch on a value would raise."""
     return _IS_RECORDING.get() or get_proxy_mode() is not None
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether Python may read a constant here without an error, a wait or a lost gradient.
-
-    Torch has no public question for its tracers. Without it they would refuse code that reads constants.
-    """
+    """Whether Python may read a constant here without an error, a wait or a lost gradient."""
     if torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None:
         return False
     is_traced = inside_transform() or inside_jit_trace()
@@ -86,35 +68,22 @@ def can_read(tensor: Tensor) -> bool:
 
 
 def inside_backward() -> bool:
-    """Whether this code runs inside a backward pass, as the recomputation of a checkpoint does.
-
-    Torch has no public question for it. Without it a layer that is recomputed would draw new weights.
-    """
+    """Whether a checkpoint is recomputed here, whose layers must not draw new weights."""
     return torch._C._current_graph_task_id() != -1
 
 
 def after_backward(act: Callable[[], None]) -> None:
-    """Act when the backward pass that this code runs inside is over.
-
-    Torch has no public way to do so. Without it a later backward pass could take a former pass's values.
-    """
+    """Act when this backward pass is over, so that a later one does not take its values."""
     Variable._execution_engine.queue_callback(act)
 
 
 def inside_checkpoint() -> bool:
-    """Whether this code runs inside a part of a net that activation checkpointing computes twice.
-
-    Torch has no question for it, and only the stack of calls tells. Without it a weight could be drawn
-    in the first computation and again in the second.
-    """
+    """Whether activation checkpointing will compute this code again, where a weight is drawn once."""
     return any(frame.f_code.co_filename == checkpoint.__file__ for frame in _frames())
 
 
 def inside_reentrant_backward() -> bool:
-    """Whether this code recomputes a checkpoint that differentiates by a backward pass of its own.
-
-    Without it the gradients of weights, which are no inputs of the checkpoint, would be lost.
-    """
+    """Whether a checkpoint is recomputed that would lose the gradients of weights, no inputs of it."""
     code = checkpoint.CheckpointFunction.backward.__code__
     return any(frame.f_code is code for frame in _frames())
 
@@ -127,21 +96,13 @@ def _frames() -> Iterator[FrameType]:
 
 
 def without_storage(cls: type[T], shape: torch.Size, like: Tensor) -> T:
-    """Return a tensor of a subclass that has a shape, and the dtype and device of ``like``, only.
-
-    Torch documents the constructor for subclasses without giving it a public name. Without it a weight
-    that has not been drawn would hold memory of a weight's size.
-    """
+    """Return a tensor of a subclass with a shape, dtype and device, and no memory of that size."""
     stand_in: T = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
     return stand_in
 
 
 def reshape_without_view(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Reshape a tensor that nothing else holds into one that autograd does not take for a view.
-
-    Autograd adds gradients in place where they are no views. Without it the gradient of a weight's size
-    would be copied.
-    """
+    """Reshape a tensor that nothing else holds into no view, whose gradient autograd does not copy."""
     reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return reshaped
 
@@ -158,18 +119,14 @@ SpectralParametrization = _SpectralNorm
 def is_householder(parametrization: Any) -> bool:
     """Whether a parametrization makes a weight orthogonal by Householder reflections.
 
-    Only the private class says by which map. Without it columns of a draw would silently become zeros.
+    Only the private class says so. Without it columns of a draw would silently become zeros.
     """
     is_orthogonal = isinstance(parametrization, _Orthogonal)
     return is_orthogonal and bool(parametrization.orthogonal_map.name == "householder")
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks that run before and after a module's forward pass.
-
-    Torch can add and remove hooks, and not list them. Without it a layer under ``weight_norm`` would be
-    replaced by one that does not do what the hook does.
-    """
+    """Return the hooks around a module's forward pass, such as that of ``weight_norm``."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
@@ -177,8 +134,7 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 def unlisted_weights(net: nn.Module) -> Iterator[None]:
     """Keep recurrent layers from listing, and so computing, their weights while these change.
 
-    A recurrent layer reads its list whenever one of its weights is set. Without it the weights that have
-    become sample sites would be drawn while the others are still parameters.
+    Otherwise weights that have become sample sites would be drawn while others are still parameters.
     """
     layers = [module for module in net.modules() if isinstance(module, nn.RNNBase)]
     names = [vars(layer).pop("_flat_weights_names") for layer in layers]
@@ -188,11 +144,7 @@ def unlisted_weights(net: nn.Module) -> Iterator[None]:
 
 
 def remove_hooks(module: nn.Module, hooks: Collection[Any]) -> None:
-    """Remove hooks from a module.
-
-    Torch removes a hook by what its registration returned, which a copy does not have. Without it a
-    plain copy of a Bayesian net would go on to sample.
-    """
+    """Remove hooks, also from a copy, which has no handles; a plain copy would go on to sample."""
     for name in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks"):
         own = getattr(module, name)
         for key in [key for key, hook in own.items() if hook in hooks]:
@@ -200,10 +152,7 @@ def remove_hooks(module: nn.Module, hooks: Collection[Any]) -> None:
 
 
 def take_apart(tree: Any) -> tuple[list[Any], Hashable]:
-    """Return the leaves of nested lists, tuples and dicts, and the structure that holds them.
-
-    Torch keeps its trees private. Without it only flat arguments could be compiled.
-    """
+    """Return the leaves of nested lists, tuples and dicts, and the structure that holds them."""
     return pytree.tree_flatten(tree)
 
 
@@ -213,22 +162,14 @@ def put_together(leaves: list[Any], structure: Any) -> Any:
 
 
 def own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield a module's parameters and buffers without those of its submodules.
-
-    Torch's public generators take several times as long, and a compiled step asks each module. Without
-    it a compiled step would not see that a parameter or a buffer was replaced.
-    """
+    """Yield a module's own parameters and buffers, several times as fast as torch's generators."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
             yield tensor
 
 
 def all_modules(root: nn.Module) -> list[nn.Module]:
-    """Return a module and all modules in it, each once.
-
-    Torch's public generator takes several times as long, and a compiled step asks for them. Without it a
-    compiled step would not see that a module was replaced.
-    """
+    """Return a module and all modules in it, each once, several times as fast as torch's generator."""
     found, waiting = {root: None}, [root]
     while waiting:
         for child in waiting.pop()._modules.values():
@@ -244,11 +185,7 @@ GROUPED_PRODUCT = torch._grouped_mm
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Return the module that ``torch.compile`` was given, or None if it did not return this one.
-
-    Torch keeps it under a private name. Without it a compiled net could not become Bayesian: its outside
-    looks up every attribute inside.
-    """
+    """Return the module that ``torch.compile`` was given, or None if it did not return this one."""
     inside: nn.Module | None = vars(module).get("_modules", {}).get("_orig_mod")
     return inside
 
@@ -287,11 +224,10 @@ PACKING = torch.ops.aten._pack_padded_sequence.default  # reads lengths below th
 
 
 def fast_call(operation: Any) -> Callable[..., Any]:
-    """Return an operation of torch's dispatcher as a built-in function.
+    """Return an operation of torch's dispatcher as a built-in function, with no Python around it.
 
-    Without it each operation of a replayed step would pass through a Python function of torch. A layer
-    of an LSTM omits what its gradients need unless torch records gradients, and takes the numbers of its
-    inputs as they lie in memory.
+    A layer of an LSTM omits what its gradients need unless torch records gradients, and takes the
+    numbers of its inputs as they lie in memory.
     """
     if operation not in LSTM_LAYERS:
         return operation._op if isinstance(operation, torch._ops.OpOverload) else operation
@@ -338,11 +274,7 @@ def _errors_only(name: str) -> Iterator[None]:
 
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation of torch's dispatcher writes into.
-
-    Without it a write to a tensor on the host would be done once and left out of a CUDA graph, and a
-    value that is written into could be taken for another of the same operation.
-    """
+    """Return the arguments that an operation of torch's dispatcher writes into."""
     if operation in _WRITES_UNSAID:
         return [*args, *kwargs.values()]
     schema = operation._schema.arguments if isinstance(operation, torch._ops.OpOverload) else ()
@@ -360,10 +292,7 @@ _WRITES_UNSAID = {  # running statistics, of which their schema says nothing
 
 
 def is_profiler_mark(operation: Any) -> bool:
-    """Whether an operation of torch's dispatcher only tells a profiler where a function begins or ends.
-
-    Optimizers of torch have such marks. Without it each replay of a step would make them.
-    """
+    """Whether an operation only tells a profiler where a function of an optimizer begins or ends."""
     is_operation = isinstance(operation, torch._ops.OpOverload)
     return is_operation and operation.namespace == "profiler"
 
@@ -374,18 +303,14 @@ def is_random(operation: Any) -> bool:
 
 
 def keep_from_warning(optimizer: torch.optim.Optimizer) -> None:
-    """Keep an optimizer that can be captured from warning of each step taken without a capture.
-
-    Without it the steps before a CUDA graph is captured would warn.
-    """
+    """Keep an optimizer that can be captured from warning of each step without a capture."""
     optimizer._warned_capturable_if_run_uncaptured = True
 
 
 def norm_of(tensors: Sequence[Tensor], for_compilers: bool = False) -> Tensor:
     """Return the norm of tensors together, on the device and in the dtype of the first one's.
 
-    The public ``get_total_norm`` sorts tensors by device and dtype first, which takes longer than the
-    norms themselves where a net is small.
+    The public ``get_total_norm`` sorts tensors first, which takes longer where a net is small.
     """
     if for_compilers:  # which do not take the norms of several tensors
         norms = [torch.linalg.vector_norm(each) for each in tensors]
@@ -396,21 +321,13 @@ def norm_of(tensors: Sequence[Tensor], for_compilers: bool = False) -> Tensor:
 
 
 def can_skip_updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can leave all as it is by a number on the device, as GradScaler has it do.
-
-    Torch marks such optimizers with a private attribute. Without it a step captured on a GPU could not
-    hold an update that depends on its gradients being finite.
-    """
+    """Whether an optimizer can leave all as it is by a number on the device, as GradScaler has it do."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether functions of others run before or after each step of an optimizer.
-
-    Torch has no public question for it. Without it they would run when a step is recorded, and in no
-    replay of it.
-    """
+    """Whether functions of others run around an optimizer's steps, which a replay would leave out."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     of_all = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
     return any((*own, *of_all))

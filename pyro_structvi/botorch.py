@@ -45,7 +45,6 @@ class StructuredModel(EnsembleModel):
         draws: The draws, ``(S, *shape)`` by site.
 
     Raises:
-        ImportError: If BoTorch is not installed.
         ValueError: If the lengths of the data differ.
 
     Example:
@@ -175,7 +174,7 @@ class StructuredModel(EnsembleModel):
         lr: Positive = 0.03,
         **kwargs: Any,
     ) -> "StructuredModel":
-        """Return a model of all data, by a fit that starts at this posterior.
+        """Return a new model of all data, by a fit that starts at this posterior.
 
         Args:
             X: New inputs ``(n, d)``.
@@ -183,9 +182,6 @@ class StructuredModel(EnsembleModel):
             num_steps: Steps of :func:`~pyro_structvi.fit`, with all data in each.
             lr: Its learning rate.
             **kwargs: Further arguments of ``fit``.
-
-        Returns:
-            A new model with new draws; this one stays as it is.
 
         Raises:
             ValueError: If shapes do not fit the data of this model.

@@ -16,8 +16,7 @@ from pyro_structvi._checks import Count, Program, checked
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import arguments_of, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
-from pyro_structvi.infer.elbo import StructuredELBO
-from pyro_structvi.infer.schedules import CosineDecay
+from pyro_structvi.infer.elbo import CosineDecay, StructuredELBO
 from pyro_structvi.infer.training import (
     Rate,
     TrainedGuide,
@@ -61,8 +60,7 @@ class StructuredModule(LightningModule):
         num_samples: Draws of the posterior in a prediction.
 
     Raises:
-        TypeError: If an argument has another type.
-        ValueError: If the guide is not initialized, or an argument is out of range.
+        ValueError: If the guide is not initialized.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -129,17 +127,11 @@ class StructuredModule(LightningModule):
             torch.manual_seed(torch.initial_seed() + place)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of a mini-batch.
-
-        Raises:
-            FloatingPointError: If it is not finite; the message names the sites.
-        """
+        """Return the loss of a mini-batch, or raise a ``FloatingPointError`` unless it is finite."""
         args, kwargs = arguments_of(batch, None)
         self._elbo.step = self.global_step
-        terms, weight = (
-            self._elbo.terms(self.model, self.guide, *args, **kwargs),
-            self._elbo.current_kl_weight,
-        )
+        terms = self._elbo.terms(self.model, self.guide, *args, **kwargs)
+        weight = self._elbo.current_kl_weight
         loss = -terms.weighted(weight)
         if not bool(torch.isfinite(loss)):
             named = {**terms.log_likelihood, **terms.kl}
@@ -148,18 +140,23 @@ class StructuredModule(LightningModule):
                 f"At step {self.global_step}, the terms of the sites {wrong} are not finite. A smaller "
                 "`lr` or `init_scale`, or an annealed `kl_weight`, may help."
             )
-        likelihood = torch.stack([*terms.log_likelihood.values()]).sum().detach()
-        self.log("elbo", terms.elbo.detach(), prog_bar=True)
+        likelihood, elbo = terms.weighted(0.0).detach(), terms.elbo.detach()
+        self.log("elbo", elbo, prog_bar=True)
         self.log_dict({
             "log_likelihood": likelihood,
-            "kl": likelihood - terms.elbo.detach(),
+            "kl": likelihood - elbo,
             "kl_weight": weight,
         })
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the mean log predictive density of the examples of a mini-batch."""
-        *inputs, y = _values_of(batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise TypeError(
+                "A mini-batch of validation data must be a tuple `(*inputs, y)`, but got a "
+                f"{type(batch).__name__}. Write a `collate_fn` that returns one."
+            )
+        *inputs, y = batch
         prediction = predict(
             self.model, self.guide, *inputs, num_samples=NUM_DRAWS, y=y, stream=True
         )
@@ -173,12 +170,3 @@ class StructuredModule(LightningModule):
         inputs = inputs[:-1] or inputs
         found = vars(predict(self.model, self.guide, *inputs, num_samples=self.num_samples))
         return {name: found[name] for name in TENSORS if found[name] is not None}
-
-
-def _values_of(batch: Any) -> list[Any]:
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise TypeError(
-            "A mini-batch of validation data must be a tuple `(*inputs, y)`, but got a "
-            f"{type(batch).__name__}. Write a `collate_fn` that returns one."
-        )
-    return [*batch]

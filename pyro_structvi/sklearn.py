@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, Self
@@ -28,7 +29,6 @@ from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 
 Array = NDArray[Any]
-Refine = bool | Literal["auto"]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
@@ -48,55 +48,26 @@ NUM_DRAWS = 200  # of a guide
 DRAWS_OF_CHAIN = 100
 
 
+@dataclass(eq=False, repr=False)
 class _BayesianMLP(BaseEstimator):
     """The common part of the regressor and the classifier."""
 
-    def __init__(
-        self,
-        hidden_layer_sizes: Sequence[int] = (16, 16, 16, 16),
-        *,
-        activation: str = "silu",
-        prior_scale: float = 1.0,
-        posterior: str | Callable[..., StructuredGuide] = "ensemble",
-        num_members: int = 10,
-        num_steps: int = 1500,
-        batch_size: int = 2000,
-        validation_fraction: float = 0.1,
-        refine: Refine = "auto",
-        num_sampling_steps: int = 20_000,
-        energy_variance: float = 0.02,
-        dtype: str = "float32",
-        device: str = "cpu",
-        random_state: Any = None,
-        progress: bool = False,
-    ) -> None:
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.prior_scale = prior_scale
-        self.posterior = posterior
-        self.num_members = num_members
-        self.num_steps = num_steps
-        self.batch_size = batch_size
-        self.validation_fraction = validation_fraction
-        self.refine = refine
-        self.num_sampling_steps = num_sampling_steps
-        self.energy_variance = energy_variance
-        self.dtype = dtype
-        self.device = device
-        self.random_state = random_state
-        self.progress = progress
-
-    @property
-    def partial_fit(self) -> Any:
-        """Not defined, since the posterior depends on all the data.
-
-        Raises:
-            AttributeError: Always.
-        """
-        raise AttributeError(
-            f"`partial_fit` is not defined for {type(self).__name__}, whose posterior depends on all "
-            "the data. Call `fit` with all of them."
-        )
+    hidden_layer_sizes: Sequence[int] = (16, 16, 16, 16)
+    _: KW_ONLY
+    activation: str = "silu"
+    prior_scale: float = 1.0
+    posterior: str | Callable[..., StructuredGuide] = "ensemble"
+    num_members: int = 10
+    num_steps: int = 1500
+    batch_size: int = 2000
+    validation_fraction: float = 0.1
+    refine: bool | Literal["auto"] = "auto"
+    num_sampling_steps: int = 20_000
+    energy_variance: float = 0.02
+    dtype: str = "float32"
+    device: str = "cpu"
+    random_state: Any = None
+    progress: bool = False
 
     def _fit(self, inputs: Array, targets: Array, weights: Array | None, num_outputs: int) -> Self:
         """Fit the posterior, and keep draws of it."""
@@ -135,26 +106,19 @@ class _BayesianMLP(BaseEstimator):
 
     def _guide(self, data: tuple[Tensor, ...]) -> StructuredGuide:
         """Return a guide that is fitted to the data."""
-        guide: StructuredGuide
-        if self.posterior == "ensemble":
-            guide = guides.EnsembleGuide(self.model_, self.num_members)
-        elif self.posterior == "mixture":
-            matrix_normal = POSTERIORS["matrix_normal"]
-            guide = guides.MixtureGuide(self.model_, matrix_normal, self.num_members)
-        elif callable(self.posterior):
-            guide = self.posterior(self.model_)
-        elif self.posterior in POSTERIORS:
-            guide = POSTERIORS[self.posterior](self.model_)
-        else:
-            names = ["ensemble", "mixture", *POSTERIORS]
+        matrix_normal, count = POSTERIORS["matrix_normal"], self.num_members
+        make: dict[str, Callable[..., StructuredGuide]] = {
+            "ensemble": partial(guides.EnsembleGuide, size=count),
+            "mixture": partial(guides.MixtureGuide, make_guide=matrix_normal, size=count),
+            **POSTERIORS,
+        }
+        if not callable(self.posterior) and self.posterior not in make:
             raise ValueError(
-                f"`posterior` must be one of {names} or a function from a model to a guide, but got "
+                f"`posterior` must be one of {[*make]} or a function from a model to a guide, but got "
                 f"{self.posterior!r}."
             )
-        self._train(guide, data)
-        return guide
-
-    def _train(self, guide: StructuredGuide, data: tuple[Tensor, ...]) -> None:
+        own = self.posterior if callable(self.posterior) else make[self.posterior]
+        guide: StructuredGuide = own(self.model_)
         options: dict[str, Any] = {}
         num_data = len(data[0])
         is_of_points = guide.is_of_points or isinstance(guide, guides.MAPGuide)
@@ -173,6 +137,7 @@ class _BayesianMLP(BaseEstimator):
             progress=self.progress,
             **options,
         )
+        return guide
 
     @torch.no_grad()
     def _draws(self, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -276,12 +241,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         advancing the sampling of Bayesian neural networks".
     """
 
-    def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        sample_weight: ArrayLike | None = None,
-    ) -> Self:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Fit the posterior.
 
         Args:
@@ -301,11 +261,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         self.y_scaler_ = StandardScaler().fit(column, sample_weight=weights)
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
 
-    def predict(
-        self,
-        X: ArrayLike,
-        return_std: bool = False,
-    ) -> Any:
+    def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
         """Return predictive means ``(N,)``, and with ``return_std`` standard deviations with noise."""
         prediction = self._predict(X)
         mean = self._in_units(prediction.mean)
@@ -319,12 +275,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         bounds = self._predict(X).interval(level)
         return np.stack([self._in_units(bound) for bound in bounds], -1)
 
-    def sample_y(
-        self,
-        X: ArrayLike,
-        n_samples: int = 1,
-        random_state: Any = 0,
-    ) -> Array:
+    def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Return draws of the predictive distribution ``(N, n_samples)``."""
         prediction = self._predict(X)
         with separate_randomness():
@@ -358,29 +309,15 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         return array
 
 
+@dataclass(eq=False, repr=False)
 class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
     """Bayesian classification by a multi-layer perceptron.
 
-    Arguments are those of :class:`BayesianMLPRegressor`, and ``class_weight``.
+    Further arguments are those of :class:`BayesianMLPRegressor`.
 
     Args:
-        hidden_layer_sizes: See :class:`BayesianMLPRegressor`.
-        activation: Likewise.
-        prior_scale: Likewise.
-        posterior: Likewise.
-        num_members: Likewise.
-        num_steps: Likewise.
-        batch_size: Likewise.
-        validation_fraction: Likewise.
-        refine: Likewise.
-        num_sampling_steps: Likewise.
-        energy_variance: Likewise.
         class_weight: Weights of the classes' log likelihoods, a dictionary, or "balanced" for weights
             inversely proportional to their frequencies.
-        dtype: See :class:`BayesianMLPRegressor`.
-        device: Likewise.
-        random_state: Likewise.
-        progress: Likewise.
 
     Attributes:
         model_: The model, of the numbers of classes.
@@ -398,58 +335,15 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         ['left', 'right']
     """
 
-    def __init__(
-        self,
-        hidden_layer_sizes: Sequence[int] = (16, 16, 16, 16),
-        *,
-        activation: str = "silu",
-        prior_scale: float = 1.0,
-        posterior: str | Callable[..., StructuredGuide] = "ensemble",
-        num_members: int = 10,
-        num_steps: int = 1500,
-        batch_size: int = 2000,
-        validation_fraction: float = 0.1,
-        refine: Refine = "auto",
-        num_sampling_steps: int = 20_000,
-        energy_variance: float = 0.02,
-        class_weight: Any = None,
-        dtype: str = "float32",
-        device: str = "cpu",
-        random_state: Any = None,
-        progress: bool = False,
-    ) -> None:
-        super().__init__(
-            hidden_layer_sizes,
-            activation=activation,
-            prior_scale=prior_scale,
-            posterior=posterior,
-            num_members=num_members,
-            num_steps=num_steps,
-            batch_size=batch_size,
-            validation_fraction=validation_fraction,
-            refine=refine,
-            num_sampling_steps=num_sampling_steps,
-            energy_variance=energy_variance,
-            dtype=dtype,
-            device=device,
-            random_state=random_state,
-            progress=progress,
-        )
-        self.class_weight = class_weight
+    class_weight: Any = field(default=None, kw_only=True)
 
-    def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        sample_weight: ArrayLike | None = None,
-    ) -> Self:
-        """Fit the posterior.
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
+        """Fit the posterior to inputs ``(N, features)`` and classes ``(N,)``.
 
         Args:
-            X: Inputs ``(N, features)``.
-            y: Classes ``(N,)``.
-            sample_weight: Weights of the examples' log likelihoods ``(N,)``; an example of weight 2
-                counts twice.
+            X: Inputs.
+            y: Classes.
+            sample_weight: Weights of the examples' log likelihoods ``(N,)``.
 
         Raises:
             ValueError: If an argument is out of range, ``X`` holds NaN, or there is a single class.

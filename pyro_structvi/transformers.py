@@ -56,7 +56,6 @@ class StructuredTrainer(Trainer):
         **options: Further arguments of ``Trainer``, such as ``train_dataset``.
 
     Raises:
-        TypeError: If an argument has another type.
         ValueError: If one process has several GPUs.
 
     Example:
@@ -191,15 +190,12 @@ def _need_no_frozen(bound: nn.Module, found: Any) -> None:
 def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftModel:
     """Return a net of peft with draws of a posterior as adapters on one base.
 
-    The adapter "default" has the posterior mean, and "draw0", "draw1", ... are draws, for
-    ``set_adapter``, ``save_pretrained``, and batches with ``adapter_names``.
+    The net is a copy in evaluation mode. Its adapter "default" has the posterior mean, and "draw0",
+    "draw1", ... are draws, for ``set_adapter``, ``save_pretrained``, and batches with ``adapter_names``.
 
     Args:
         guide: The guide of a likelihood around a net of peft.
         num_draws: The number of draws.
-
-    Returns:
-        A copy of the net, in evaluation mode.
 
     Raises:
         TypeError: If the net is no net of peft.
@@ -260,7 +256,6 @@ def generate_from_mixture(
 
     Raises:
         ValueError: If the net has no draws.
-        TypeError: If ``options`` has ``do_sample``, which is ``sample`` here.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model

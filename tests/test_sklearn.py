@@ -151,9 +151,3 @@ def test_any_guide_is_a_posterior(table):
 def test_wrong_options_are_named(table, option, message):
     with pytest.raises(ValueError, match=message):
         BayesianMLPRegressor((4,), **POINT | option).fit(*table)
-
-
-def test_parts_of_the_data_are_refused():
-    assert not hasattr(BayesianMLPRegressor(), "partial_fit")
-    with pytest.raises(AttributeError, match="Call `fit` with all of them"):
-        BayesianMLPClassifier().partial_fit([[0.0]], [0])

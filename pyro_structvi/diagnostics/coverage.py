@@ -46,11 +46,7 @@ def expected_coverage(
             standard error remains that for N examples, an upper bound.
         levels: Levels of the intervals, each above 0 and below 1.
 
-    Returns:
-        The coverage by level, in the order of ``levels``.
-
     Raises:
-        TypeError: If ``prediction`` is no prediction.
         ValueError: If a level is not between 0 and 1, ``levels`` is empty, ``y`` is not finite or of
             another shape than the intervals, or the prediction has no intervals, as for classes.
 
@@ -70,12 +66,11 @@ def expected_coverage(
         raise ValueError("`levels` must hold at least one level, but is empty.")
     check_real("y", y, dim=1)
     check_finite("y", y)
-    return {float(level): _coverage(prediction, y, level) for level in levels}
-
-
-def _coverage(prediction: Prediction, y: Tensor, level: float) -> Coverage:
-    lower, upper = prediction.interval(level)
-    check_shape("y", y, lower.shape, "(N, *event)", by="prediction")
-    held = (lower <= y) & (y <= upper)
-    error = math.sqrt(level * (1 - level) / len(y))
-    return Coverage(float(held.double().mean()), error)
+    found = {}
+    for level in levels:
+        lower, upper = prediction.interval(level)
+        check_shape("y", y, lower.shape, "(N, *event)", by="prediction")
+        held = (lower <= y) & (y <= upper)
+        error = math.sqrt(level * (1 - level) / len(y))
+        found[float(level)] = Coverage(float(held.double().mean()), error)
+    return found

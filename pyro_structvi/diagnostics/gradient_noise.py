@@ -53,8 +53,7 @@ def gradient_snr(
 
     How to read it: well above 1 one step of gradient descent has the right sign; far below 1 many steps
     must be averaged. Pure noise gives about ``1 / num_samples``. Ratios fall towards the optimum, since
-    ``E[g]`` vanishes there: compare guides at the same stage of training. The noise of mini-batches is
-    not included.
+    ``E[g]`` vanishes there: compare guides at the same stage of training.
 
     Args:
         model: The model.
@@ -87,10 +86,18 @@ def gradient_snr(
             f"`num_samples` must be at least 2, for a variance, but got {num_samples}."
         )
     objective = StructuredELBO() if objective is None else objective
+    trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
     def gradients() -> dict[str, Tensor]:
         terms = objective.terms(model, guide, *args, **kwargs)
-        return _gradients(guide, -terms.weighted(objective.current_kl_weight))
+        loss = -terms.weighted(objective.current_kl_weight)
+        if not trained or not loss.requires_grad:
+            raise ValueError(
+                "`guide` must have parameters to train, but has none that the ELBO needs."
+            )
+        values = [*trained.values()]
+        found = torch.autograd.grad(loss, values, allow_unused=True, materialize_grads=True)
+        return {name: each.double() for name, each in zip(trained, found, strict=True)}
 
     with ONE_THREAD, separate_randomness(), torch.enable_grad(), _kept_buffers(model):
         mean, variance = _moments(gradients, num_samples)
@@ -98,25 +105,10 @@ def gradient_snr(
     return {name: _summary(mean[name].square(), variance[name], share) for name in mean}
 
 
-def _gradients(guide: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of a loss by parameter, zeros for parameters that it does not contain."""
-    trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
-    if not trained or not loss.requires_grad:
-        raise ValueError("`guide` must have parameters to train, but has none that the ELBO needs.")
-    found = torch.autograd.grad(
-        loss, [*trained.values()], allow_unused=True, materialize_grads=True
-    )
-    return {name: each.double() for name, each in zip(trained, found, strict=True)}
-
-
 def _moments(
     draw: Callable[[], Mapping[str, Tensor]], count: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return mean and unbiased variance of each element, one draw at a time.
-
-    References:
-        Welford (1962), "Note on a method for calculating corrected sums of squares and products".
-    """
+    """Return mean and unbiased variance of each element, one draw at a time (Welford, 1962)."""
     mean = {**draw()}
     squares = {name: torch.zeros_like(value) for name, value in mean.items()}
     for number in range(2, count + 1):
@@ -128,10 +120,7 @@ def _moments(
 
 
 def _summary(signal: Tensor, variance: Tensor, share: float) -> GradientNoise:
-    """Average the ratios of elements with a gradient.
-
-    ``signal`` is the squared mean, and ``E[g^2]`` is ``signal + share * variance``.
-    """
+    """Average ratios, with the squared mean as signal and ``E[g^2] = signal + share * variance``."""
     has_gradient = (signal > 0) | (variance > 0)
     signal, variance = signal[has_gradient], variance[has_gradient]
     ratio = signal / variance

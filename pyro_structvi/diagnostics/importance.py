@@ -66,10 +66,9 @@ def pareto_k(
 
     How to read it: for k below 0.5 weighted draws of the guide give accurate averages under the
     posterior; up to 0.7 they need many draws; above 0.7 the weights, the importance-weighted bound and
-    the effective sample size are unreliable. A k above 0.7 means that some direction of all the weights
-    is wrong, as nearly always in a net of many weights, whose posterior has several modes. Predictions
-    may still be good, so check them on held-out data (:func:`expected_coverage`). A gap between the two
-    bounds is a part of ``KL(q, posterior)``.
+    the effective sample size are unreliable, as nearly always in a net of many weights, whose posterior
+    has several modes. Predictions may still be good, so check them on held-out data
+    (:func:`expected_coverage`). A gap between the two bounds is a part of ``KL(q, posterior)``.
 
     Weights are drawn regardless of the guide's ``local_reparam``, and the model runs in evaluation mode.
     An ``InducingWeightGuide`` has the density of the weights W alone, so its ELBO here is above the
@@ -83,11 +82,7 @@ def pareto_k(
         num_samples: The number S of draws, at least 100.
         **kwargs: Their keyword arguments.
 
-    Returns:
-        The diagnosis.
-
     Raises:
-        ImportError: If ArviZ is not installed.
         ValueError: If the guide has no density or other sites than the model, ``num_samples`` is below
             100, or a log weight is NaN.
 
@@ -162,19 +157,12 @@ def _log_weight(
 def _check_sites(of_model: Any, of_guide: Any) -> None:
     """Raise a ``ValueError`` unless model and guide have the same latent sites."""
     model, guide = (
-        {
-            name: node
-            for name, node in trace.nodes.items()
-            if node["type"] == "sample" and not node["is_observed"] and not site_is_subsample(node)
-        }
+        {name: node for name, node in trace.iter_stochastic_nodes() if not site_is_subsample(node)}
         for trace in (of_model, of_guide)
     )
     missing = [name for name in model if name not in guide]
-    unknown = [
-        name
-        for name, node in guide.items()
-        if name not in model and not SiteRole.of(node).is_auxiliary
-    ]
+    others = {name: node for name, node in guide.items() if name not in model}
+    unknown = [name for name, node in others.items() if not SiteRole.of(node).is_auxiliary]
     if missing or unknown:
         raise ValueError(
             f"`guide` must have the latent sites of the model, but these are missing in it: {missing}, "
@@ -184,10 +172,8 @@ def _check_sites(of_model: Any, of_guide: Any) -> None:
 
 
 def _of_draws(log_weight: Callable[[Any], Tensor], count: int, size: int) -> Tensor:
-    """Return the log weights of several draws, vectorized unless torch cannot vectorize the model.
-
-    vmap disables validation, so the first draw runs alone to raise errors.
-    """
+    """Return the log weights of several draws, vectorized unless torch cannot vectorize the model."""
+    # vmap disables validation, so the first draw runs alone to raise errors.
     with counted_bytes() as outputs:  # of layers
         first = log_weight(0)
     at_once = max(1, MAX_BYTES // max(1, size + sum(outputs)))

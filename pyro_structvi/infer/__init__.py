@@ -3,9 +3,13 @@
 from pyro_structvi.infer.checkpoint import Checkpoint
 from pyro_structvi.infer.compiled_svi import CompiledSVI
 from pyro_structvi.infer.data_warnings import DataScaleWarning, NumDataWarning, SlowFamilyWarning
-from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
+from pyro_structvi.infer.elbo import (
+    CosineDecay,
+    LinearAnnealing,
+    SampledKLWarning,
+    StructuredELBO,
+)
 from pyro_structvi.infer.mixture_weights import weigh_by_bound, weigh_by_stacking
-from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
 from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
 from pyro_structvi.infer.steps.step import History
 from pyro_structvi.infer.structured_adam import StructuredAdam

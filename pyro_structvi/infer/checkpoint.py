@@ -2,28 +2,23 @@
 
 import math
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from pyro_structvi._checks import Count, check, naming
-from pyro_structvi.infer.batches import Feed
-from pyro_structvi.infer.states import (
-    load_parts,
-    parts_state,
-    plain,
-    random_states,
-    set_random_states,
-)
+from pyro_structvi._checks import CheckedFields, Count, naming
+from pyro_structvi.infer.batches import Feed, num_examples
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import History, Loss
-from pyro_structvi.infer.validation import Measurements
+from pyro_structvi.infer.validation import Measurements, load_parts, parts_state, plain
 from pyro_structvi.posterior.files import write_atomically
 
 FORMAT = 2
@@ -34,12 +29,12 @@ NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable", "warm_up"}
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(CheckedFields):
     """A file that resumes a :func:`~pyro_structvi.fit` after an interruption, bit for bit.
 
     The file is written before the first step, every so many steps, at the end, and at an interrupt from
-    the keyboard, which then waits for the end of a step. It is whole at any time: each write goes to a
-    temporary file, which then replaces it. See "Resume and stop training" in the documentation.
+    the keyboard, which then waits for the end of a step. Each write goes to a temporary file, which then
+    replaces it. See "Resume and stop training" in the documentation.
 
     Args:
         path: The path of the file, in a folder that exists.
@@ -48,10 +43,6 @@ class Checkpoint:
             size, parameters, optimizer and schedules must be the same as at first; ``num_steps`` or
             ``num_epochs`` count from the first step, and may be larger. Parameters are the same to the
             last bit for tensors and a ``Dataset``; any other loader begins its epoch again.
-
-    Raises:
-        TypeError: If an argument has another type.
-        ValueError: If ``every`` is not a whole number of at least 1.
 
     Example:
         >>> import tempfile
@@ -70,30 +61,15 @@ class Checkpoint:
     """
 
     path: str | os.PathLike[str]
-    every: int = 1000
+    every: Count = 1000
     resume: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        check("path", self.path, str | os.PathLike)
-        check("every", self.every, Count)
-        check("resume", self.resume, bool)
 
 
 class Run:
-    """The parts of a fit that a checkpoint holds.
+    """The parts of a fit that a checkpoint holds, with the history of the steps that were taken.
 
-    Args:
-        loss: The loss, with model and guide.
-        optimizer: The optimizer of the parameters.
-        feed: The data.
-        measured: The measurements on validation data, if there are any.
-        total: The number of steps.
-        rate: From a step to the factor of the optimizer's learning rates.
-
-    Attributes:
-        history: The steps that were taken.
-        settings: Conditions of a resumed run, by their names in errors.
+    ``total`` is the number of steps, ``rate`` a function of the step to the factor of learning rates,
+    and ``settings`` are conditions of a resumed run, by their names in errors.
     """
 
     def __init__(
@@ -108,7 +84,10 @@ class Run:
         self.loss, self.optimizer, self.feed, self.measured = loss, optimizer, feed, measured
         self.total, self.rate, self.history = total, rate, History()
         self.settings: dict[str, Any] = {
-            **feed.settings,
+            "the kind of `data`": type(feed.loader).__name__,
+            "the number of examples in `data`": num_examples(feed.loader),
+            "the number of mini-batches in `data`": len(feed.loader),
+            "the device of `guide`": None if feed.device is None else feed.device.type,
             "`num_particles` of `elbo`": loss.elbo.num_particles,
             "`vectorize_particles` of `elbo`": loss.elbo.vectorize_particles,
             "`estimator` of `elbo`": loss.elbo.estimator,
@@ -136,19 +115,14 @@ class Run:
     def measure_if_due(self) -> None:
         """Measure the guide on validation data, if there are any and it is time to."""
         if self.measured is not None:
-            self.measured.add_if_due(self.history, self.total, len(self.feed))
+            self.measured.add_if_due(self.history, self.total, len(self.feed.loader))
 
 
 class CheckpointFile:
-    """The file of a :class:`Checkpoint`, or none.
+    """The file of a :class:`Checkpoint`, or none, so that nothing is done.
 
-    Args:
-        options: The path and when to write to it; None for no file, so that nothing is done.
-        device: The guide's device.
-
-    Attributes:
-        saved: The contents of the file before this run; None where there is nothing to go on from.
-        place: The seed of the order of the data, the epoch, and the mini-batches that were used of it.
+    ``saved`` has its contents before this run, None where there is nothing to go on from. ``place`` has
+    the seed of the order of the data, the epoch, and the mini-batches that were used of it.
 
     Raises:
         FileExistsError: If there is a file that is not to be resumed from.
@@ -175,12 +149,7 @@ class CheckpointFile:
             )
 
     def load(self, run: Run) -> None:
-        """Put a run into the state of the file, if there is one.
-
-        Raises:
-            RuntimeError: If parameters have other shapes, or families other options; nothing is loaded.
-            ValueError: If something else is not as it was; nothing is loaded.
-        """
+        """Put a run into the state of the file, if there is one; on an error nothing is loaded."""
         saved = self.saved
         if saved is None:
             return
@@ -194,21 +163,16 @@ class CheckpointFile:
         for name, values in saved["history"].items():
             setattr(run.history, name, [*values] if isinstance(values, list) else values.tolist())
         run.loss.elbo.step = run.done
-        set_random_states(saved["random"], self._device)
+        _set_random_states(saved["random"], self._device)
 
-    def write_if_due(self, run: Run, is_last: bool) -> None:
-        """Put a run in the file's place after so many steps, and at the end."""
-        if self._options is not None and (is_last or run.done % self._options.every == 0):
-            self.write(run)
-
-    def write(self, run: Run) -> None:
-        """Put a run in the file's place, if there is a file.
+    def write_if_due(self, run: Run, is_due: bool) -> None:
+        """Put a run in the file's place, if there is a file, now and after so many steps.
 
         Raises:
             OSError: If that cannot be done; the file is then what it was.
             TypeError: If the optimizer has a state of other things than tensors and numbers.
         """
-        if self._options is None:
+        if self._options is None or not (is_due or run.done % self._options.every == 0):
             return
         assert run.optimizer.torch is not None
         state = {
@@ -217,10 +181,14 @@ class CheckpointFile:
             "settings": plain("optimizer", run.settings),
             **parts_state(run.loss, plain),
             "optimizer": plain("optimizer", run.optimizer.torch.state_dict()),
-            "history": _lists_of(run.history),
+            "history": {
+                name: _as_tensor(values)
+                for name, values in vars(run.history).items()
+                if isinstance(values, list)
+            },
             "validation": None if run.measured is None else run.measured.state(),
             "place": {**self.place, "epoch": run.feed.epoch, "taken": run.feed.taken},
-            "random": random_states(self._device),
+            "random": _random_states(self._device),
         }
         write_atomically("checkpoint", self._path, lambda partial: torch.save(state, partial))
 
@@ -228,10 +196,8 @@ class CheckpointFile:
     def interrupts_between_steps(self) -> Iterator[Callable[[], bool]]:
         """Let an interrupt wait for the end of a step, where there is a file; a second one does not.
 
-        Handlers of others are left in place, and threads, which Python does not interrupt, as they are.
-
-        Yields:
-            A function that returns whether there was an interrupt.
+        Yields a function that returns whether there was an interrupt. Handlers of others are left in
+        place, and threads, which Python does not interrupt, as they are.
         """
         asked: list[int] = []
         usual = signal.default_int_handler
@@ -300,14 +266,30 @@ class CheckpointFile:
             )
 
 
-def _lists_of(history: History) -> dict[str, Any]:
-    """Return the lists of a history; lists of numbers become tensors, which are read much faster."""
-    lists = {field.name: getattr(history, field.name) for field in fields(history)}
-    return {name: _as_tensor(values) for name, values in lists.items() if isinstance(values, list)}
-
-
 def _as_tensor(values: list[Any]) -> Any:
+    """Return numbers as a tensor, which is read much faster."""
     if any(isinstance(value, str) for value in values):
         return values
     dtype = torch.int64 if {*map(type, values)} == {int} else torch.float64
     return torch.tensor(values, dtype=dtype, device="cpu")
+
+
+def _random_states(device: torch.device | None) -> dict[str, Any]:
+    """Return the states of the generators of torch, Python and NumPy, and of the guide's GPU."""
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002, the one that data sets share
+    gpu = device if device is not None and device.type == "cuda" else None
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": numpy | {"state": numpy["state"] | {"key": numpy["state"]["key"].tolist()}},
+        "gpu": None if gpu is None else torch.cuda.get_rng_state(gpu),
+    }
+
+
+def _set_random_states(states: Mapping[str, Any], device: torch.device | None) -> None:
+    torch.set_rng_state(states["torch"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    if states["gpu"] is not None and device is not None:
+        torch.cuda.set_rng_state(states["gpu"], device)

@@ -44,12 +44,7 @@ class SlowFamilyWarning(UserWarning):
 
 
 def set_num_data(model: Any, guide: Any, found: int | None) -> None:
-    """Tell a model how many examples there are, or compare with what it was told.
-
-    Args:
-        model: The model; only a :class:`~pyro_structvi.nn.likelihood.Likelihood` takes the number.
-        guide: The guide, which must be of this model.
-        found: How many examples the data have; None where that is not known.
+    """Tell a model how many examples the data have, if that is known, or compare with what it was told.
 
     Raises:
         ValueError: If neither model nor data say how many, or the guide is of another model.
@@ -84,12 +79,7 @@ def warn_of_first_batch(
 ) -> None:
     """Warn of a count of examples, of scales of data and of posteriors that will not do.
 
-    Args:
-        parts: Model and guide. The model runs at some draws of its prior.
-        args: Its arguments in the first step.
-        kwargs: Its keyword arguments.
-        num_batches: How many mini-batches a pass through the data has.
-        size: How many examples the data have, if that is known.
+    The model runs at some draws of its prior, with the arguments of the first step.
     """
     model, guide = parts
     seen = _PriorPredictive()
@@ -107,8 +97,17 @@ def warn_of_first_batch(
             "`data` must hold what the model observes, but it observed nothing: pass `(x, y)`, or "
             "mini-batches of them. A `collate_fn` splits what a loader has in one object."
         )
-    if num_batches > 1 and not isinstance(poutine.unwrap(model), Likelihood):
-        _warn_of_unscaled(seen.sites, num_batches, size)
+    scales = {name: draws[0]["scale"] for name, draws in seen.sites.items()}
+    unscaled = [n for n, scale in scales.items() if not isinstance(scale, Tensor) and scale == 1]
+    # A model of the user's own may count a mini-batch for all the data.
+    if unscaled and num_batches > 1 and not isinstance(poutine.unwrap(model), Likelihood):
+        whole = "all examples" if size is None else f"all {size} examples"
+        warn_user(
+            f"The observed sites {unscaled} count a mini-batch for all the data: their scale is 1, and "
+            f"a pass through `data` has {num_batches} mini-batches, so the posterior will be too wide. "
+            f"Give their plate the number of {whole}, `pyro.plate(name, size, subsample=x)`.",
+            NumDataWarning,
+        )
     if seen.inputs and LARGE_INPUT < seen.inputs[0] < math.inf:
         warn_user(
             f"Inputs of the first random layer have a root mean square of {seen.inputs[0]:.3g}; priors "
@@ -170,20 +169,6 @@ class _PriorPredictive(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if SiteRole.of(msg).is_observation:
             self.sites.setdefault(msg["name"], []).append(msg)
-
-
-def _warn_of_unscaled(sites: dict[str, list[Any]], num_batches: int, size: int | None) -> None:
-    """Warn of sites of a model of the user's own that count a mini-batch for all the data."""
-    scales = {name: draws[0]["scale"] for name, draws in sites.items()}
-    unscaled = [n for n, scale in scales.items() if not isinstance(scale, Tensor) and scale == 1]
-    if unscaled:
-        whole = "all examples" if size is None else f"all {size} examples"
-        warn_user(
-            f"The observed sites {unscaled} count a mini-batch for all the data: their scale is 1, and "
-            f"a pass through `data` has {num_batches} mini-batches, so the posterior will be too wide. "
-            f"Give their plate the number of {whole}, `pyro.plate(name, size, subsample=x)`.",
-            NumDataWarning,
-        )
 
 
 def _warn_of_far(name: str, y: Any, priors: list[Any]) -> None:

@@ -1,8 +1,9 @@
-"""The evidence lower bound with its KL terms in closed form."""
+"""The evidence lower bound with its KL terms in closed form, and schedules for the weight of the KL."""
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import pyro
 import pyro.poutine as poutine
@@ -14,18 +15,75 @@ from pyro.util import check_model_guide_match
 from torch import Tensor
 
 from pyro_structvi._checks import (
+    NO_CLASS,
+    CheckedFields,
     Count,
     NonNegative,
     Program,
     checked,
     warn_user,
 )
-from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.terms import ELBOTerms, average, expected_terms, terms_of
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.lazy import DelayDraws
 
 Estimator = Literal["draws", "moments", "bound"]
+Schedule = Annotated[Callable[[int], float], NO_CLASS]
+
+
+@dataclass(frozen=True)
+class LinearAnnealing(CheckedFields):
+    """Rise linearly from ``start`` at step 0 to ``end`` at step ``num_steps``, and stay there.
+
+    Args:
+        num_steps: How many steps the rise takes.
+        start: The value at step 0, at least 0.
+        end: The value from step ``num_steps`` on.
+
+    Example:
+        >>> weight = LinearAnnealing(num_steps=100)
+        >>> weight(0), weight(25), weight(1000)
+        (0.0, 0.25, 1.0)
+
+    References:
+        Swiatkowski et al. (2020), appendix A.2: the k-tied Normal needs an annealed KL.
+    """
+
+    num_steps: Count
+    start: NonNegative = 0.0
+    end: NonNegative = 1.0
+
+    @checked
+    def __call__(self, step: int) -> float:
+        """Return the value at a step, counted from 0."""
+        fraction = min(step / self.num_steps, 1.0)
+        return self.start + fraction * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class CosineDecay(CheckedFields):
+    """Fall from ``start`` at step 0 to ``end`` at step ``num_steps`` by half a cosine, and stay there.
+
+    Args:
+        num_steps: How many steps the fall takes.
+        start: The value at step 0, at least 0.
+        end: The value from step ``num_steps`` on.
+
+    Example:
+        >>> rate = CosineDecay(num_steps=100, start=0.1)
+        >>> rate(0), round(rate(50), 3), rate(100)
+        (0.1, 0.05, 0.0)
+    """
+
+    num_steps: Count
+    start: NonNegative = 1.0
+    end: NonNegative = 0.0
+
+    @checked
+    def __call__(self, step: int) -> float:
+        """Return the value at a step, counted from 0."""
+        fraction = min(step / self.num_steps, 1.0)
+        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * fraction)) / 2
 
 
 class SampledKLWarning(UserWarning):
@@ -39,19 +97,17 @@ class StructuredELBO(ELBO):
 
     Log densities are computed at observed sites only, so a weight that has not been sampled stays
     unsampled. Without a closed form or a registered quadrature the KL is ``log q - log p`` at the draw,
-    after one :class:`SampledKLWarning` for each weight. Closed forms need independent posteriors of
-    different sites, or a shared auxiliary site, as in every guide of this package. For a mixture of
-    guides the terms are averages over its members.
-
-    The scale and mask of a latent site are those of the *model*: a ``poutine.scale`` around the
-    model weighs the KL of the sites inside it.
+    after one :class:`SampledKLWarning` for each weight. Posteriors of different sites must be
+    independent or share an auxiliary site, as in every guide of this package. For a mixture of guides
+    the terms are averages over its members. The scale and mask of a latent site are those of the
+    *model*: a ``poutine.scale`` around it weighs the KL of the sites inside.
 
     Args:
         kl_weight: The weight w of the KL: a number, or a schedule from the training step to a number.
         num_particles: How many independent draws to average.
-        vectorize_particles: Whether one pass is to run them all, by :func:`torch.func.vmap` over guide
-            and model: faster for small nets, and as many times the memory. Not for layers that update
-            running statistics. Pyro's validation then looks at shapes only, not at values.
+        vectorize_particles: Whether one pass runs them all, by :func:`torch.func.vmap` over guide and
+            model: faster for small nets, and as many times the memory. Not for layers that update
+            running statistics. Pyro's validation then looks at shapes only.
         estimator: "draws" for an unbiased estimate by draws of weights or outputs; "moments" for one
             without noise, by the moments of the net's output (:class:`~pyro_structvi.moments.NetMoments`
             says what they leave out) and quadrature over the likelihood, exact to quadrature where only
@@ -59,7 +115,6 @@ class StructuredELBO(ELBO):
             classifier whose last layer alone is random has a true lower bound, in closed form.
 
     Raises:
-        ValueError: If ``kl_weight`` is negative or not finite, or ``num_particles`` is below 1.
         RuntimeError: In training, if particles or members cannot be run in one pass.
 
     Example:
@@ -114,7 +169,7 @@ class StructuredELBO(ELBO):
 
     @checked
     def terms(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> ELBOTerms:
-        """Estimate the bound and return its parts, differentiable.
+        """Estimate the bound and return its parts, differentiable, averaged over the particles.
 
         Args:
             model: The model.
@@ -122,48 +177,63 @@ class StructuredELBO(ELBO):
             *args: Their arguments.
             **kwargs: Their keyword arguments.
 
-        Returns:
-            The parts, averaged over the particles.
-
         Raises:
             ValueError: If a latent site of the model is missing in the guide.
         """
         if self.estimator != "draws":
             bounds = self.estimator == "bound"
-            return self._warned_of(expected_terms(model, guide, args, kwargs, bounds))
+            terms = expected_terms(model, guide, args, kwargs, bounds)
+        elif isinstance(guide, StructuredGuide):
+            terms = self._particles(model, guide, args, kwargs)
+        elif self.vectorize_particles and self.num_particles > 1:
+            raise TypeError(
+                f"`vectorize_particles` needs a StructuredGuide, but got {type(guide).__name__}. "
+                "Leave it out to run one particle after another."
+            )
+        else:
+            traces = (
+                self._get_trace(model, guide, args, kwargs) for _ in range(self.num_particles)
+            )
+            terms = average([terms_of(*each, self.max_plate_nesting) for each in traces])
+        new = [name for name in terms.sampled if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            warn_user(
+                f"No closed-form KL is registered for the weights {new}; it is estimated from one "
+                "draw for each particle, which is unbiased but noisier.",
+                SampledKLWarning,
+            )
+        return terms
 
-        def run(program: Callable[..., Any]) -> ELBOTerms:
+    def _particles(
+        self,
+        model: Callable[..., Any],
+        guide: StructuredGuide,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> ELBOTerms:
+        """Return the terms of all particles and members, in turn or in one pass by vmap."""
+        joint, members = guide.begin_pass(*args, **kwargs), guide.num_members
+
+        def run(number: Any) -> ELBOTerms:
+            program = guide.in_pass(joint, number if members > 1 else None)
             traces = self._get_trace(model, program, args, kwargs)
             return terms_of(*traces, self.max_plate_nesting)
 
-        if not isinstance(guide, StructuredGuide):
-            if self.vectorize_particles and self.num_particles > 1:
-                raise TypeError(
-                    f"`vectorize_particles` needs a StructuredGuide, but got {type(guide).__name__}. "
-                    "Leave it out to run one particle after another."
-                )
-            runs = (run(guide) for _ in range(self.num_particles))
-            return self._warned_of(average([*runs]))
-        joint, members = guide.begin_pass(*args, **kwargs), guide.num_members
-
-        def run_number(number: Any) -> ELBOTerms:
-            return run(guide.in_pass(joint, number if members > 1 else None))
-
         count = self.num_particles * members
-        in_turn = not (self.vectorize_particles or getattr(guide, "vectorize", False))
-        if count == 1 or in_turn:
-            return self._warned_of(average([run_number(number) for number in range(count)]))
+        if count == 1 or not (self.vectorize_particles or getattr(guide, "vectorize", False)):
+            return average([run(number) for number in range(count)])
         joint.factorize()
         try:
-            terms = _run_together(run_number, joint.stacked(count))
+            return _run_together(run, joint.stacked(count))
         except RuntimeError as error:
-            run(guide)  # what is wrong in any case, the model says itself
+            # The model says itself what is wrong with one draw, too.
+            terms_of(*self._get_trace(model, guide, args, kwargs), self.max_plate_nesting)
             option = "vectorize_particles" if self.vectorize_particles else "vectorize"
             raise RuntimeError(
                 "This model cannot run several draws of its weights in one pass: "
                 f"{str(error).splitlines()[0]} Pass `{option}=False` to run one after another."
             ) from error
-        return self._warned_of(terms)
 
     def differentiable_loss(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
@@ -204,18 +274,6 @@ class StructuredELBO(ELBO):
         if is_validation_enabled():
             check_model_guide_match(model_trace, guide_trace, self.max_plate_nesting)
         return prune_subsample_sites(model_trace), prune_subsample_sites(guide_trace)
-
-    def _warned_of(self, terms: ELBOTerms) -> ELBOTerms:
-        """Return the terms, after a warning of sites that were sampled and not named before."""
-        new = [name for name in terms.sampled if name not in self._warned]
-        if new:
-            self._warned.update(new)
-            warn_user(
-                f"No closed-form KL is registered for the weights {new}; it is estimated from one "
-                "draw for each particle, which is unbiased but noisier.",
-                SampledKLWarning,
-            )
-        return terms
 
 
 def _run_together(run: Callable[[Any], ELBOTerms], numbers: Any) -> ELBOTerms:

@@ -20,8 +20,7 @@ def weigh_by_bound(
     r"""Weigh the members of a mixture by their bounds, :math:`w_k \propto \exp(\mathrm{ELBO}(q_k))`.
 
     These weights maximize the bound of the mixture if members do not overlap. A member whose bound is
-    several nats higher than all others has nearly all the weight, so that the mixture is the best of
-    several starts; it is :attr:`MixtureGuide.best`.
+    several nats higher than all others has nearly all the weight; it is :attr:`MixtureGuide.best`.
 
     Args:
         model: The model.

@@ -13,7 +13,6 @@ from torch.optim.adam import adam
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
 from pyro_structvi._torch import is_recording, norm_of
 from pyro_structvi.nn.conversion import find_layouts
-from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import WIDE
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
@@ -27,12 +26,11 @@ SHALLOW = 3  # a number of wide weights above which their steps are shorter
 class StructuredAdam(torch.optim.Optimizer):
     r"""Adam with a step size for each parameter, in units of the prior and of the posterior.
 
-    Adam moves each number by about the learning rate, whatever its scale. Here the rate is multiplied by
-    the parameter's unit (``Family.unit``). The unit of a mean is the prior's standard deviation, though
-    at most ``2 / sqrt(fan_in)`` for a weight, and ``14 / fan_in`` above a fan-in of 50. The unit of a
-    logarithm is 1, and the unit of an entry of a Cholesky factor with rows of n the smaller of
-    ``1 / sqrt(n)`` and ``3 / n``. A parameter without a posterior has the root mean square of its start
-    as its unit if it has two dimensions, and 0.1 otherwise.
+    The rate is multiplied by the parameter's unit (``Family.unit``). The unit of a mean is the prior's
+    standard deviation, though at most ``2 / sqrt(fan_in)`` for a weight, and ``14 / fan_in`` above a
+    fan-in of 50. The unit of a logarithm is 1, and the unit of an entry of a Cholesky factor with rows
+    of n the smaller of ``1 / sqrt(n)`` and ``3 / n``. A parameter without a posterior has the root mean
+    square of its start as its unit if it has two dimensions, and 0.1 otherwise.
 
     The moves of the layers of a net may add up in its output. In a model of more than three wide
     weights, with a fan-in above 50, their rates are multiplied by ``3 / number``. Parameters of the
@@ -48,10 +46,9 @@ class StructuredAdam(torch.optim.Optimizer):
     at most the rate in the mean's unit, since most gradients of a posterior near its prior are noise. A
     low rank with a constant diagonal has no second move.
 
-    A rare example or sample can have a gradient far above the usual size, and Adam would then move all
-    parameters in its direction for about ten steps, and hardly at all for hundreds of steps. Gradients
-    are divided by a common factor if their norm exceeds ``clip`` times its usual size, which is the root
-    of the running average of its squares.
+    A rare example or sample can have a gradient far above the usual size, which would govern Adam for
+    hundreds of steps. Gradients are divided by a common factor if their norm exceeds ``clip`` times its
+    usual size, the root of the running average of its squares.
 
     Correlations that are learned before the means can lead to worse optima. With ``warm_up`` the
     correlations of rowwise, full and low-rank posteriors (``Family.delayed``) move slowly at first:
@@ -68,10 +65,6 @@ class StructuredAdam(torch.optim.Optimizer):
             posterior's scale; none when 0.
         clip: The largest norm of the gradients, as a multiple of its usual size; any norm when None.
         warm_up: Steps until correlations have their full rate; :func:`fit` takes 15 % of all steps.
-
-    Raises:
-        TypeError: If the guide is not a module.
-        ValueError: If a number is out of range, or there is no parameter.
 
     Example:
         >>> from pyro_structvi import Regressor, RowwiseGuide, StructuredELBO, bayesianize
@@ -110,46 +103,40 @@ class StructuredAdam(torch.optim.Optimizer):
         parameters = [*parameters]
         for value in parameters:
             check("parameters", value, Tensor)
-        held = {value: each for each in posteriors for value in each.parameters()}
-        points = [value for value in parameters if value not in held]
-        wide = _wide_points(points, guide)
-        share = _share_of_wide(posteriors, len(wide))
-        own = {
-            value: (
-                each.family.unit(each.site, name, value),
-                warm_up if name in each.family.delayed else 0,
-                share if each.site.is_wide else 1.0,
-            )
-            for each in posteriors
-            for name, value in each.named_parameters()
+        held = {
+            value: (each, name) for each in posteriors for name, value in each.named_parameters()
         }
-        own |= {
-            value: (_unit_of_point(value), 0, share if value in wide else 1.0) for value in points
-        }
+        wide = _wide_points([value for value in parameters if value not in held], guide)
+        # The members of a mixture share the names of sites.
+        number = len({each.site.name for each in posteriors if each.site.is_wide}) + len(wide)
+        share = min(1.0, SHALLOW / max(1, number))
         groups = defaultdict(list)
         for value in parameters:
-            groups[own[value]].append(value)
+            unit, steps, is_wide = _unit_of_point(value), 0.0, value in wide
+            if value in held:
+                posterior, name = held[value]
+                family, site = posterior.family, posterior.site
+                unit, is_wide = family.unit(site, name, value), site.is_wide
+                steps = warm_up if name in family.delayed else 0.0
+            groups[unit, steps, share if is_wide else 1.0].append(value)
+        own = [
+            {
+                "params": each,
+                "unit": factor * unit,
+                "warm_up": steps,
+                "posterior_lr": factor * posterior_lr,
+            }
+            for (unit, steps, factor), each in sorted(groups.items())
+        ]
         options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr, "clip": clip}
-        super().__init__(
-            [
-                {
-                    "params": each,
-                    "unit": factor * unit,
-                    "warm_up": steps,
-                    "posterior_lr": factor * posterior_lr,
-                }
-                for (unit, steps, factor), each in sorted(groups.items())
-            ],
-            options | {"unit": 1.0, "warm_up": 0, "fused": True},
-        )
+        super().__init__(own, options | {"unit": 1.0, "warm_up": 0, "fused": True})
         # As torch's fused ones: it divides by `grad_scale`, and `found_inf` leaves all as it is.
         self._step_supports_amp_scaling = True
         self._correlated = {
             mean: normal
             for each in posteriors
-            if posterior_lr and not _has_constant_diagonal(each.family)
-            for mean, normal in _normals_of(each)
-            if _is_correlated(normal)
+            if posterior_lr
+            for mean, normal in _correlated_means(each)
         }
 
     @checked
@@ -160,8 +147,6 @@ class StructuredAdam(torch.optim.Optimizer):
         Args:
             closure: Computes the loss and the gradients anew, as for any optimizer of torch.
 
-        Returns:
-            The value of the closure.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -255,8 +240,7 @@ class StructuredAdam(torch.optim.Optimizer):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             if "step" not in state:
-                place = parameter.device
-                state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             steps.append(state["step"].clone() if prefix else state["step"])
             for name, tensors in (("exp_avg", averages), ("exp_avg_sq", squares)):
                 if prefix + name not in state:
@@ -296,37 +280,30 @@ def _excess_on_cpu(square: Tensor, before: Tensor, clip: float) -> tuple[Tensor 
     return excess, square.new_tensor([min(own, limit), 1.0 if own else 0.0])
 
 
-def _has_constant_diagonal(family: Family) -> bool:
-    """Whether a move along the correlations, of ``rank`` directions, gains little."""
-    return isinstance(family, LowRank) and family.diagonal == "constant"
-
-
-def _normals_of(posterior: SitePosterior) -> Iterator[tuple[nn.Parameter, Callable[[], Any]]]:
-    """Yield the means among the parameters, with what returns the distribution around each."""
-    if isinstance(mean := getattr(posterior, "loc", None), nn.Parameter):
-        yield mean, posterior
-    if isinstance(mean := getattr(posterior, "inducing_loc", None), nn.Parameter):
-        yield mean, lambda: posterior().inducing
-
-
 @torch.no_grad()
-def _is_correlated(normal: Callable[[], Any]) -> bool:
-    """Whether it is a Gaussian whose elements vary together."""
-    q = normal()
-    return isinstance(q, GaussianWeight) and not isinstance(q, IndependentWeight)
+def _correlated_means(
+    posterior: SitePosterior,
+) -> Iterator[tuple[nn.Parameter, Callable[[], Any]]]:
+    """Yield means of Gaussians with correlations, each with a function to the present Gaussian."""
+    family = posterior.family
+    if isinstance(family, LowRank) and family.diagonal == "constant":
+        return  # a move along a few directions gains little
+    normals: dict[str, Callable[[], Any]] = {
+        "loc": posterior,
+        "inducing_loc": lambda: posterior().inducing,
+    }
+    for name, normal in normals.items():
+        mean = getattr(posterior, name, None)
+        if isinstance(mean, nn.Parameter):
+            q = normal()
+            if isinstance(q, GaussianWeight) and not isinstance(q, IndependentWeight):
+                yield mean, normal
 
 
 def _at_most(size: float | Tensor, move: Tensor) -> Tensor:
     """Return a move, or one of that root mean square in its direction if it is larger."""
     own = move.square().mean().sqrt().clamp_min(torch.finfo(move.dtype).tiny)
     return move * (size / own).clamp_max(1.0)
-
-
-def _share_of_wide(posteriors: list[SitePosterior], num_points: int) -> float:
-    """Return the factor of the rates of wide weights, by their number."""
-    wide = {each.site.name for each in posteriors if each.site.is_wide}  # members share the names
-    number = len(wide) + num_points
-    return min(1.0, SHALLOW / number) if number else 1.0
 
 
 def _wide_points(points: Sequence[Tensor], guide: nn.Module) -> set[Tensor]:

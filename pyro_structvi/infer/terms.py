@@ -18,7 +18,6 @@ from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import site_values
 from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.moments.integration import (
-    AtNodes,
     excess_of_log_total,
     is_softmax,
     likelihood_at_nodes,
@@ -58,10 +57,10 @@ class ELBOTerms:
 
     def weighted(self, kl_weight: float | Tensor) -> Tensor:
         """Return the sum of log likelihoods minus ``kl_weight`` times the sum of KLs."""
-        likelihood = (
-            torch.stack(list(self.log_likelihood.values())).sum() if self.log_likelihood else 0
+        likelihood, kl = (
+            torch.stack([*part.values()]).sum() if part else 0
+            for part in (self.log_likelihood, self.kl)
         )
-        kl = torch.stack(list(self.kl.values())).sum() if self.kl else 0
         bound = likelihood - kl_weight * kl
         return bound if isinstance(bound, Tensor) else torch.tensor(float(bound))
 
@@ -70,12 +69,7 @@ Term = tuple[Tensor, bool]  # nats, and whether it is a weight's KL that was sam
 
 
 def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> ELBOTerms:
-    """Return the terms of one pass, each by the role of its site.
-
-    Args:
-        model_trace: The trace of the model, replayed against the guide's.
-        guide_trace: The trace of the guide.
-        max_plate_nesting: As for Pyro's objectives, for the check of shapes.
+    """Return the terms of one pass, each by the role of its site, from the traces of model and guide.
 
     Raises:
         ValueError: If a latent site of the model is missing in the guide or one of the guide in the
@@ -87,7 +81,7 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
     kl: dict[str, Term] = {}
     for name, site in model.items():
         if site["is_observed"]:
-            if _enters_likelihood(name, site):
+            if not site["infer"].get("_deterministic"):  # the record of a value, without a density
                 likelihood[name] = _observed_term(model_trace, name, max_plate_nesting)
         elif name not in guide:
             raise ValueError(
@@ -109,7 +103,10 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
                     "`infer={'is_auxiliary': True}` if only the guide is to have it."
                 )
             coupled = [part for part in role.coupled if part in model]
-            kl[name] = _auxiliary_term(site, coupled, model)
+            handled = _handlers_of(coupled, model) if coupled else site
+            is_closed = isinstance(site["fn"], Auxiliary)
+            nats = site["fn"].kl() if is_closed else site["fn"].log_prob(site["value"])
+            kl[name] = _weighed(nats, handled), not is_closed
     sampled = tuple(name for name, (_, is_sampled) in kl.items() if is_sampled)
     return ELBOTerms(likelihood, {name: nats for name, (nats, _) in kl.items()}, sampled)
 
@@ -133,8 +130,10 @@ def _observed_term(trace: Any, name: str, max_plate_nesting: float) -> Tensor:
 def _latent_term(site: Any, in_model: Any) -> Term:
     """Return the KL of a site's posterior from its prior, under the model's scale and mask."""
     posterior, prior, value = in_single(site["fn"]), in_single(in_model["fn"]), site["value"]
+    base = base_of(posterior)
     try:
-        if _is_delta(posterior):  # Pyro's KL of a Delta forgets its log_density, the Jacobian
+        # Pyro's KL of a Delta forgets its log_density, the Jacobian.
+        if isinstance(base, Delta) and not isinstance(base, PointMass):
             raise NotImplementedError
         with autocast_off(value):
             return _weighed(kl_divergence(posterior, prior), in_model), False
@@ -159,13 +158,6 @@ def _joined_term(site: Any, parts: Sequence[str], model: dict[str, Any]) -> Term
     return _latent_term(site, {**_handlers_of(parts, model), "fn": prior})
 
 
-def _auxiliary_term(site: Any, coupled: Sequence[str], model: dict[str, Any]) -> Term:
-    """Return the KL of a site that only the guide has, or its log density where that is all there is."""
-    q, handled = site["fn"], _handlers_of(coupled, model) if coupled else site
-    is_closed = isinstance(q, Auxiliary)
-    return _weighed(q.kl() if is_closed else q.log_prob(site["value"]), handled), not is_closed
-
-
 def _weighed(nats: Tensor, handled: Any) -> Tensor:
     weighed: Tensor = scale_and_mask(nats, handled["scale"], handled["mask"])
     if weighed.numel() != nats.numel():
@@ -175,16 +167,6 @@ def _weighed(nats: Tensor, handled: Any) -> Tensor:
             "several times. Put a handler for each example around the observation only."
         )
     return weighed.sum()
-
-
-def _enters_likelihood(name: str, site: Any) -> bool:
-    """Whether a site is an observation with a density, not the record of a deterministic value."""
-    return bool(site["is_observed"]) and not site["infer"].get("_deterministic")
-
-
-def _is_delta(distribution: Any) -> bool:
-    distribution = base_of(distribution)
-    return isinstance(distribution, Delta) and not isinstance(distribution, PointMass)
 
 
 def _handlers_of(names: Sequence[str], model: dict[str, Any]) -> dict[str, Any]:
@@ -208,13 +190,11 @@ def average(passes: list[ELBOTerms]) -> ELBOTerms:
     if len(passes) == 1:
         return passes[0]
 
-    def mean(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def mean(*parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
 
-    likelihoods, kls = (
-        [getattr(each, name) for each in passes] for name in ("log_likelihood", "kl")
-    )
-    return ELBOTerms(mean(likelihoods), mean(kls), passes[0].sampled)
+    likelihood = mean(*(each.log_likelihood for each in passes))
+    return ELBOTerms(likelihood, mean(*(each.kl for each in passes)), passes[0].sampled)
 
 
 def expected_terms(
@@ -222,17 +202,7 @@ def expected_terms(
 ) -> ELBOTerms:
     """Return the terms of the bound, with the expected log likelihood by moments and quadrature.
 
-    Args:
-        model: A likelihood around a net.
-        guide: A guide of this package.
-        args: Their arguments.
-        kwargs: Their keyword arguments.
-        bounds: Whether a lower bound in closed form replaces quadrature.
-
-    Raises:
-        TypeError: If model or guide is something else.
-        ValueError: If there are no observations.
-        NotImplementedError: If a function of the net has no moments.
+    With ``bounds`` a lower bound in closed form replaces the quadrature.
 
     References:
         Wu, Nowozin, Meeds, Turner, Hernandez-Lobato and Gaunt (2019), "Deterministic variational
@@ -264,20 +234,14 @@ def expected_terms(
             expected = (each * at.scale).sum()
         else:
             at = likelihood_at_nodes(model, output, by_name(sites), y)
-            expected = _expected(at)
+            observed, likelihood = at_least_single(at.y), in_single(at.likelihood)
+            with autocast_off(observed):
+                log_probs = likelihood.log_prob(observed)
+            each = torch.einsum("k,k...->...", at.weights.to(log_probs), log_probs)
+            expected = (each * at.scale).sum()
         return ELBOTerms({at.site: expected}, kls.kl, kls.sampled)
 
     return average([of_member(number) for number in member_numbers(guide)])
-
-
-def _expected(at: AtNodes) -> Tensor:
-    """Return the expected log likelihood of a batch, scaled as the model scales it."""
-    y, likelihood = at_least_single(at.y), in_single(at.likelihood)
-    with autocast_off(y):
-        log_probs = likelihood.log_prob(y)
-    each = torch.einsum("k,k...->...", at.weights.to(log_probs), log_probs)
-    expected: Tensor = (each * at.scale).sum()
-    return expected
 
 
 def _kl_terms(

@@ -1,12 +1,14 @@
 """The training loop: one optimizer, a progress bar, and a history."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from inspect import signature
 from typing import Annotated, Any, Literal
 
+import pyro.poutine as poutine
 import torch
 from pyro.optim import PyroOptim
 from torch import nn
@@ -22,6 +24,8 @@ from pyro_structvi._checks import (
     check,
     checked,
 )
+from pyro_structvi._pyro import declared_samples
+from pyro_structvi._torch import own_tensors
 from pyro_structvi.infer.batches import Feed, TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.checkpoint import Checkpoint, CheckpointFile, Run
 from pyro_structvi.infer.data_warnings import (
@@ -29,9 +33,7 @@ from pyro_structvi.infer.data_warnings import (
     warn_of_first_batch,
     warn_of_ignored_data,
 )
-from pyro_structvi.infer.elbo import StructuredELBO
-from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing, Schedule
-from pyro_structvi.infer.states import training_mode
+from pyro_structvi.infer.elbo import CosineDecay, LinearAnnealing, Schedule, StructuredELBO
 from pyro_structvi.infer.steps.engines import Compiled, engine_of_fit, may_change_modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck, History, StepTerms
@@ -70,11 +72,10 @@ def fit(
 ) -> History:
     """Fit a guide, and the model's own parameters, by stochastic gradients of the ELBO.
 
-    Model and guide are in training mode meanwhile; a part that is frozen and in evaluation mode stays
-    so. The learning rate and the KL weight are set anew for each step. A loss or a gradient that is not
-    finite stops the fit *before* the parameters change. An interrupt from the keyboard ends the fit
-    and returns the history so far. :mod:`pyro_structvi.lightning` trains on several devices, by
-    Lightning's ``Trainer``.
+    Model and guide are in training mode meanwhile, except parts that are frozen and in evaluation mode.
+    A loss or a gradient that is not finite stops the fit *before* the parameters change. An interrupt
+    from the keyboard ends the fit and returns the history so far. :mod:`pyro_structvi.lightning` trains
+    on several devices.
 
     Args:
         model: The model; its point-estimated parameters are trained along.
@@ -84,7 +85,7 @@ def fit(
             arguments, a dict of its keyword arguments, or one tensor. Batches are moved to the
             guide's device; tensors as a whole, if they take at most a quarter of a GPU's free memory.
         num_steps: Optimization steps; give this or ``num_epochs``.
-        num_epochs: Passes through the data; give this or ``num_steps``.
+        num_epochs: Passes through the data.
         batch_size: Examples a step, for tensors and datasets; None for all at once.
         lr: Learning rate at the first step, which falls to zero along a cosine over all steps of this
             call; the optimizer's own when None, 0.1 for :class:`StructuredAdam`. Or a function of the
@@ -112,8 +113,8 @@ def fit(
         The history, of all steps from the beginning.
 
     Raises:
-        TypeError: If an argument has another type, or the guide was sharded; if an optimizer's state
-            cannot be kept.
+        TypeError: If an argument has another type, the guide was sharded, or an optimizer's state cannot
+            be kept.
         ValueError: If an argument is out of range, lengths differ, the data hold NaN, the model's
             ``num_data`` is unknown, or a checkpoint was begun with something else.
         FileExistsError: If there is a checkpoint that is not to be resumed from.
@@ -142,7 +143,7 @@ def fit(
     loss = CheckedLoss(model, guide, objective_of(elbo, kl_weight, total))
     measured = None if validation is None else Measurements(validation, loss, batch_size, device)
     feed = Feed(loader, device, file.place["epoch"], file.place["taken"])
-    with training_mode(model, guide):
+    with _training_mode(model, guide):
         args, kwargs = feed.peek()
         initialize(guide, args, kwargs)
         _check_local_sites(guide, len(loader))
@@ -150,9 +151,12 @@ def fit(
         made = make_optimizer(optimizer, guide, [*loss.trained.values()], lr, total)
         rate = lr if callable(lr) else CosineDecay(total)
         run = Run(loss, OneOptimizer(made), feed, measured, total, rate)
-        run.settings["`batch_size`"] = batch_size
-        run.settings["`lr`"] = "a function" if callable(lr) else "a number or None"
-        run.settings["`kl_weight`"] = _kind_of_weight(elbo, kl_weight)
+        is_annealed = kl_weight == "annealed" and (elbo is None or elbo.kl_weight == 1)
+        run.settings |= {
+            "`batch_size`": batch_size,
+            "`lr`": "a function" if callable(lr) else "a number or None",
+            "`kl_weight`": "annealed" if is_annealed else "a number or a function",
+        }
         file.load(run)
         watches = measured is not None or not isinstance(loader, TensorBatches)
         watches = watches or any(map(may_change_modules, (lr, loss.elbo.kl_weight)))
@@ -170,7 +174,7 @@ def _train(step: Callable[..., StepTerms], run: Run, file: CheckpointFile, bar: 
     history, optimizer, batches = run.history, run.optimizer, iter(run.feed)
     run.measure_if_due()
     if file.saved is None:
-        file.write(run)
+        file.write_if_due(run, True)
     try:
         with file.interrupts_between_steps() as is_interrupted:
             while not (run.is_over or history.interrupted):
@@ -219,11 +223,7 @@ def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) ->
 
 
 def objective_of(elbo: StructuredELBO | None, kl_weight: Any, num_steps: int) -> StructuredELBO:
-    """Return a copy of the objective with the weight of the KL, at its first step.
-
-    Raises:
-        ValueError: If the objective has a weight other than 1, and another one is given.
-    """
+    """Return a copy of the objective with the weight of the KL, at its first step."""
     own = StructuredELBO() if elbo is None else copy(elbo)
     own.step = 0
     if own.kl_weight != 1:
@@ -266,17 +266,42 @@ def initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             guide(*args, **kwargs)
 
 
+@contextmanager
+def _training_mode(model: Callable[..., Any], guide: nn.Module) -> Iterator[None]:
+    """Put model and guide into training mode in this block, but for frozen parts in evaluation mode."""
+    roots = [root for root in (poutine.unwrap(model), guide) if isinstance(root, nn.Module)]
+    modes = [(part, part.training) for root in roots for part in root.modules()]
+    try:
+        for root in roots:
+            _put_into_training(root)
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _put_into_training(module: nn.Module) -> None:
+    if not module.training and _is_frozen(module):
+        return
+    module.training = True
+    for child in module.children():
+        _put_into_training(child)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Whether a module has tensors, and none that is trained or sampled."""
+    parts = [*module.modules()]
+    has_tensors = any(True for part in parts for _ in own_tensors(part))
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    return has_tensors and not is_trained and not any(map(declared_samples, parts))
+
+
 def _count_steps(num_steps: int | None, num_epochs: int | None, num_batches: int) -> int:
     if (num_epochs is None) == (num_steps is None):
         raise ValueError(
             f"Give one of `num_epochs` and `num_steps`, but got {num_epochs!r} and {num_steps!r}."
         )
     return num_epochs * num_batches if num_epochs else num_steps or 0
-
-
-def _kind_of_weight(elbo: StructuredELBO | None, kl_weight: Any) -> str:
-    has_own = elbo is not None and elbo.kl_weight != 1
-    return "a number or a function" if has_own or kl_weight != "annealed" else "annealed"
 
 
 def _check_local_sites(guide: nn.Module, num_batches: int) -> None:

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import (
-    NO_CLASS,
+    CheckedFields,
     Count,
+    Program,
     Rule,
     brief,
     check,
@@ -21,8 +22,9 @@ from pyro_structvi._checks import (
     check_tensors,
     naming,
 )
-from pyro_structvi.infer.schedules import LinearAnnealing
-from pyro_structvi.infer.states import cloned, load_parts, parts_state, plain
+from pyro_structvi._nested import map_nested
+from pyro_structvi._torch import tree_map
+from pyro_structvi.infer.elbo import LinearAnnealing
 from pyro_structvi.infer.steps.step import History, Loss
 from pyro_structvi.posterior.prediction import Prediction, predict
 from pyro_structvi.posterior.runs import evaluation_mode
@@ -32,14 +34,9 @@ NUM_DRAWS = 20  # of the guide, with the same noise at each validation
 SEED = 0
 LEAST_STEPS = 100  # between two validations, unless told otherwise
 
-_DATA = Annotated[
-    tuple[Any, ...],
-    Rule("a tuple `(x, y)` of inputs and observations", lambda value: len(value) == 2),
-]
-
 
 @dataclass(frozen=True, eq=False)
-class Validation:
+class Validation(CheckedFields):
     """Measurements of the guide between the steps of :func:`~pyro_structvi.fit`, on other data.
 
     They are taken before the first step, every so many steps, and after the last step. The draws have
@@ -57,10 +54,6 @@ class Validation:
             have, also where the fit ends otherwise, the parameters and buffers of the best one. While
             an annealed weight of the KL rises, no measurement counts. When None, nothing ends the fit.
 
-    Raises:
-        TypeError: If the data are no tensors.
-        ValueError: If lengths differ, the data hold NaN, or a number is not positive.
-
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, fit
         >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
@@ -71,17 +64,17 @@ class Validation:
         [0, 50, 100]
     """
 
-    data: tuple[Any, Tensor]
-    metric: Callable[[Prediction, Tensor], Any] | None = None
-    every: int | None = None
-    patience: int | None = None
+    data: Annotated[
+        tuple[Any, ...],
+        Rule("a tuple `(x, y)` of inputs and observations", lambda value: len(value) == 2),
+    ]
+    metric: Program | None = None
+    every: Count | None = None
+    patience: Count | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        check("data", self.data, _DATA)
-        check("metric", self.metric, Annotated[Callable[..., Any], NO_CLASS] | None)
-        check("every", self.every, Count | None)
-        check("patience", self.patience, Count | None)
+        super().__post_init__()
         x, y = self.data
         check_tensors("data[0]", x)
         check("data[1]", y, Tensor)
@@ -102,14 +95,7 @@ def mean_log_density(prediction: Prediction, y: Tensor) -> float:
 
 
 class Measurements:
-    """The measurements of a fit, with the best parameters.
-
-    Args:
-        options: The data, the metric, and its times.
-        loss: The loss, with model and guide.
-        batch_size: How many inputs are run at once.
-        device: The guide's device, on which the data are kept.
-    """
+    """The measurements of a fit, with the best parameters."""
 
     def __init__(
         self,
@@ -118,9 +104,7 @@ class Measurements:
         batch_size: int | None,
         device: torch.device | None,
     ) -> None:
-        x, y = options.data
-        inputs = tuple(value.to(device) for value in (x if isinstance(x, tuple) else (x,)))
-        self._x, self._y = inputs if isinstance(x, tuple) else inputs[0], y.to(device)
+        self._x, self._y = map_nested(lambda value: value.to(device), options.data)
         self._options, self._loss, self._batch_size = options, loss, batch_size
         self._metric = options.metric or mean_log_density
         self._best: float | None = None
@@ -133,12 +117,7 @@ class Measurements:
         return self._options.patience is not None and self._waited >= self._options.patience
 
     def add_if_due(self, history: History, total: int, num_batches: int) -> None:
-        """Measure if it is time to, write the value down, and keep the parameters if it is the best.
-
-        Raises:
-            TypeError: If the metric is no number.
-            ValueError: If it is NaN.
-        """
+        """Measure if it is time to, write the value down, and keep the parameters if it is the best."""
         done = len(history.elbo)
         every = self._options.every or max(num_batches, LEAST_STEPS)
         if (done % every and done != total) or done in history.validation_steps[-1:]:
@@ -152,7 +131,7 @@ class Measurements:
         if self._best is None or value > self._best:
             self._best, self._waited = value, 0
             if self._options.patience is not None:
-                self._best_state = parts_state(self._loss, cloned)
+                self._best_state = parts_state(self._loss, _clone)
         else:
             self._waited += 1
 
@@ -186,7 +165,12 @@ class Measurements:
         is_of_points = getattr(guide, "is_of_points", False)
         draws = getattr(guide, "num_members", 1) if is_of_points else NUM_DRAWS
         with separate_randomness(), evaluation_mode(guide):
-            _seed(self._y.device)
+            torch.default_generator.manual_seed(SEED)
+            random.seed(SEED)
+            np.random.seed(SEED)  # noqa: NPY002
+            if self._y.is_cuda:
+                with torch.cuda.device(self._y.device):
+                    torch.cuda.manual_seed(SEED)
             with naming("validation", (self._x, self._y)):
                 prediction = predict(
                     *(model, guide, self._x),
@@ -207,11 +191,59 @@ class Measurements:
         return float(value)
 
 
-def _seed(device: torch.device) -> None:
-    """Seed the generators of the host and of the device."""
-    torch.default_generator.manual_seed(SEED)
-    random.seed(SEED)
-    np.random.seed(SEED)  # noqa: NPY002
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(SEED)
+def parts_state(loss: Loss, copy: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return copies of the state dicts of guide and model and, by ``buffers``, what these leave out."""
+    state: dict[str, Any] = {"guide": None, "model": None, "buffers": {}}
+    for name, part in loss.named_children():
+        own = part.state_dict()
+        # Steps may change buffers that are not persistent, too.
+        others = {key: value for key, value in part.named_buffers() if key not in own}
+        state[name], state["buffers"][name] = copy(name, dict(own)), copy(name, others)
+    return state
+
+
+def load_parts(loss: Loss, state: Mapping[str, Any]) -> None:
+    """Put guide and model into a state that ``parts_state`` returned, both or, on an error, neither."""
+    before = parts_state(loss, _clone)
+    try:
+        _load(loss, state)
+    except Exception:
+        _load(loss, before)
+        raise
+
+
+def _load(loss: Loss, state: Mapping[str, Any]) -> None:
+    for name, part in loss.named_children():
+        part.load_state_dict(state[name])
+        buffers = dict(part.named_buffers())
+        with torch.no_grad():
+            for key, value in state["buffers"][name].items():
+                if key in buffers:
+                    buffers[key].copy_(value)
+
+
+def _clone(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with copies of its tensors, on their devices."""
+    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def plain(name: str, state: Any) -> Any:
+    """Return a state with tensors on the host, as ``torch.load(..., weights_only=True)`` can read it.
+
+    Raises:
+        TypeError: If it holds anything but numbers, texts, tensors, and lists and dicts of them.
+    """
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", copy=True)
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, Real):
+            return int(value) if isinstance(value, Integral) else float(value)
+        raise TypeError(
+            f"`{name}` must have a state of tensors, numbers and texts for a checkpoint, but it holds "
+            f"{brief(value)}. Leave `checkpoint` out, or keep it elsewhere."
+        )
+
+    return tree_map(convert, state)

@@ -78,9 +78,6 @@ def conformal_sets(
         y: Their classes ``(n,)``.
         level: The probability.
 
-    Returns:
-        Whether a set has a class, ``(N, classes)``.
-
     Raises:
         ValueError: If shapes differ, probabilities do not sum to 1, or the level is not between 0 and 1.
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import check_finite, check_real, check_shape, checked
-from pyro_structvi.metrics.inputs import check_not_empty, checked_probabilities
+from pyro_structvi._checks import check_shape, checked
+from pyro_structvi.metrics.inputs import check_numbers, checked_probabilities
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,6 @@ def predictive_distance(functions: Tensor, reference: Tensor) -> PredictiveDista
     Args:
         functions: Draws ``(S, N)`` or ``(S, N, 1)`` of the function at N inputs.
         reference: Draws of the reference at the same inputs; the number of draws may differ.
-
-    Returns:
-        The distances.
 
     Raises:
         ValueError: If the numbers of inputs differ, or there is a single draw.
@@ -73,9 +70,6 @@ def wasserstein(draws: Tensor, reference: Tensor) -> float:
         draws: Draws ``(S, N, *event)``; each element has a separate distribution.
         reference: Draws of the reference at the same inputs; their number may differ.
 
-    Returns:
-        The average over inputs, in the draws' units.
-
     Raises:
         ValueError: If the numbers of inputs differ, or a number is not finite.
 
@@ -92,14 +86,11 @@ def wasserstein(draws: Tensor, reference: Tensor) -> float:
 
 @checked
 def agreement(probabilities: Tensor, reference: Tensor) -> float:
-    """Return the share of examples with the same most probable class as the reference.
+    """Return the share of examples, from 0 to 1, with the same most probable class as the reference.
 
     Args:
         probabilities: Averaged over draws, ``(N, classes)``; ties count as the first class.
         reference: Probabilities of the reference, of the same shape.
-
-    Returns:
-        The share, from 0 to 1; higher is closer.
 
     Raises:
         ValueError: If shapes differ, or a row is no vector of probabilities.
@@ -118,16 +109,13 @@ def agreement(probabilities: Tensor, reference: Tensor) -> float:
 
 @checked
 def total_variation(probabilities: Tensor, reference: Tensor) -> float:
-    r"""Return the total variation distance of class probabilities, averaged over examples.
+    r"""Return the total variation distance of class probabilities, from 0 to 1, averaged over examples.
 
     .. math:: \frac{1}{N} \sum_n \frac12 \sum_c |p_n(c) - q_n(c)|
 
     Args:
         probabilities: Averaged over draws, ``(N, classes)``.
         reference: Probabilities of the reference, of the same shape.
-
-    Returns:
-        The average, from 0 to 1; lower is closer.
 
     Raises:
         ValueError: If shapes differ, or a row is no vector of probabilities.
@@ -153,9 +141,7 @@ def _class_probabilities(probabilities: Tensor, reference: Tensor) -> tuple[Tens
 def _columns(**tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Return two sets of draws in float64, ``(S, inputs)`` and ``(T, inputs)``, or raise."""
     for name, tensor in tensors.items():
-        check_real(name, tensor, dim=2)
-        check_not_empty(name, tensor)
-        check_finite(name, tensor)
+        check_numbers(name, tensor, dim=2)
     ours, theirs = (tensor.detach().flatten(1).double() for tensor in tensors.values())
     if ours.shape[1] != theirs.shape[1]:
         first, second = (f"`{name}`" for name in tensors)

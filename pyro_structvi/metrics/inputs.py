@@ -35,9 +35,7 @@ def same_shape_doubles(**tensors: Tensor) -> list[Tensor]:
     """Return finite tensors of one shape in double, on the first one's device, or raise."""
     by, reference = next(iter(tensors.items()))
     for name, tensor in tensors.items():
-        check_real(name, tensor)
-        check_not_empty(name, tensor)
-        check_finite(name, tensor)
+        check_numbers(name, tensor)
         if tensor is not reference:
             check_shape(name, tensor, reference.shape, f"that of `{by}`", by=by)
     return [tensor.detach().double().to(reference.device) for tensor in tensors.values()]
@@ -47,6 +45,13 @@ def check_not_empty(name: str, tensor: Tensor) -> None:
     """Raise a ``ValueError`` if a tensor has no values, whose mean is NaN."""
     if not tensor.numel():
         raise ValueError(f"`{name}` must hold at least one value, but got {brief(tensor)}.")
+
+
+def check_numbers(name: str, tensor: Tensor, dim: int = 0) -> None:
+    """Raise unless a tensor has finite real numbers, at least one, and at least so many dimensions."""
+    check_real(name, tensor, dim=dim)
+    check_not_empty(name, tensor)
+    check_finite(name, tensor)
 
 
 def check_vector(name: str, tensor: Tensor) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss, one_hot
 
-from pyro_structvi._checks import Count, Share, check_finite, check_real, checked
+from pyro_structvi._checks import Count, Share, checked
 from pyro_structvi.metrics.inputs import (
-    check_not_empty,
+    check_numbers,
     check_vector,
     checked_classes,
     checked_probabilities,
@@ -54,12 +54,7 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
         y: The same targets ``(N, *event)``, in the shape of ``prediction.mean``.
         level: Probability of the intervals, strictly between 0 and 1.
 
-    Returns:
-        The scores.
-
     Raises:
-        ImportError: If torchmetrics or scoringrules is not installed.
-        TypeError: If ``prediction`` is no prediction.
         ValueError: If shapes differ, a target is not finite, a log density is NaN or missing, or the
             prediction was streamed.
 
@@ -136,11 +131,7 @@ def classification_scores(
         y: Right classes ``(N,)``, integers.
         num_bins: Number of bins of the calibration error.
 
-    Returns:
-        The scores.
-
     Raises:
-        ImportError: If torchmetrics or scoringrules is not installed.
         ValueError: If shapes do not fit, or a row is no vector of probabilities.
 
     Example:
@@ -208,7 +199,6 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
         share of examples from outside below the threshold that keeps 95% of the examples inside.
 
     Raises:
-        ImportError: If torchmetrics is not installed.
         ValueError: If a tensor is empty, or a number is not finite.
 
     Example:
@@ -221,9 +211,7 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
         Section 4.1.
     """
     for name, scores in (("inside", inside), ("outside", outside)):
-        check_real(name, scores)
-        check_not_empty(name, scores)
-        check_finite(name, scores)
+        check_numbers(name, scores)
         check_vector(name, scores)
     values = torch.cat([inside.detach().double(), outside.detach().double().to(inside.device)])
     # Ranks as shares, because torchmetrics treats numbers beyond [0, 1] as logits.
@@ -271,9 +259,6 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
     Args:
         uncertainty: One number for each example ``(N,)``, such as an entropy.
         loss: Loss of each example ``(N,)``; ``(guess != y).double()`` for errors.
-
-    Returns:
-        The curve and its area.
 
     Raises:
         ValueError: If shapes differ, or a number is not finite.

@@ -50,14 +50,9 @@ def joint_covariance(output: RandomTensor) -> Tensor | None:
 class AtNodes(NamedTuple):
     """A likelihood at nodes of a random output.
 
-    Attributes:
-        likelihood: The distribution of the observations, ``(nodes, batch)``.
-        scale: The model's factor of its log likelihood.
-        weights: The nodes' weights, which add up to one.
-        shared: The number of values of variables that all elements of an example share, such as a noise
-            scale; they vary fastest. Given these values, the elements are independent.
-        y: The observations as the likelihood takes them, NaN if none are given.
-        site: The name of the observed site.
+    ``likelihood`` is ``(nodes, batch)``, ``scale`` the model's factor of its log likelihood, and ``y``
+    NaN if no observations are given. The values of variables that all elements of an example ``shared``,
+    such as a noise scale, vary fastest; given these, the elements are independent.
     """
 
     likelihood: Any
@@ -87,19 +82,21 @@ def likelihood_at_nodes(
     nodes, weights = nodes_of(first + len(own), output.loc)
     values = {name: _at(q, nodes[:, first + i], name) for i, (name, q) in enumerate(own.items())}
     outputs = _outputs(output, nodes[:, :first], model.terms)
-    with site_values(model) as cache, _Observation() as seen:
-        cache.update(values)
-        model.observe(outputs, 1, y)
     is_shared = any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values())
     shared = NODES.get(first + len(own), len(nodes)) if is_shared else 1
-    return AtNodes(seen.likelihood, seen.scale, weights, shared, seen.y, seen.site)
+    observation = _Observation(weights, shared)
+    with site_values(model) as cache, observation:
+        cache.update(values)
+        model.observe(outputs, 1, y)
+    return observation.found
 
 
 def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNodes:
     """Return a model's likelihood at a known output ``(batch, ...)``, as one node."""
-    with site_values(model), _Observation() as seen:
+    observation = _Observation(output.new_ones(1), 1)
+    with site_values(model), observation:
         model.observe(output, 0, y)
-    return AtNodes(seen.likelihood, seen.scale, output.new_ones(1), 1, seen.y, seen.site)
+    return observation.found
 
 
 def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
@@ -141,28 +138,24 @@ def _at(q: Any, nodes: Tensor, name: str) -> Tensor:
 class _Observation(Messenger):
     """Record the distribution of the observations without a draw."""
 
-    likelihood: Any = None
-    scale: Any = 1.0
-    y: Any = None
-    site: str = ""
+    found: AtNodes
+
+    def __init__(self, weights: Tensor, shared: int) -> None:
+        super().__init__()
+        self.weights, self.shared = weights, shared
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["infer"].get("is_observation"):
-            self.likelihood, self.site = msg["fn"], msg["name"]
-            shape = msg["fn"].batch_shape + msg["fn"].event_shape
-            self.scale = msg["scale"]
             if msg["value"] is None:
+                shape = msg["fn"].batch_shape + msg["fn"].event_shape
                 msg["value"] = torch.full((), torch.nan).expand(shape)
-            self.y = msg["value"]
+            own = self.weights, self.shared
+            self.found = AtNodes(msg["fn"], msg["scale"], *own, msg["value"], msg["name"])
             msg["is_observed"], msg["done"], msg["stop"] = True, True, True
 
 
 class ClassExpectations(NamedTuple):
-    """Expectations of a softmax over its logits.
-
-    Probabilities and their variances are ``(batch, classes)``, the entropy of classes is ``(batch,)`` in
-    nats, and the log density is None without observed classes.
-    """
+    """Expectations of a softmax over its logits, per example; the entropy of classes is in nats."""
 
     probabilities: Tensor
     variance: Tensor

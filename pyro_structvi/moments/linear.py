@@ -31,7 +31,6 @@ from pyro_structvi.weights.weight_distribution import (
     WeightDistribution,
 )
 
-Part = Literal["whole", "weight", "bias"]
 Sites = Sequence[tuple[LatentSite, Any]]
 # The distribution of a random weight, its mean as a matrix, and the factor of an input's variances.
 Applied = tuple[WeightDistribution | None, Tensor, Tensor | None]
@@ -47,14 +46,14 @@ class RandomWeight(RandomTensor):
     """
 
     distribution: WeightDistribution
-    part: Part
+    part: str
     applied: dict[Any, "Applied"]  # shared by all mini-batches of a pass
 
     def __new__(
         cls,
         distribution: WeightDistribution,
         settings: Settings,
-        part: Part = "whole",
+        part: Literal["whole", "weight", "bias"] = "whole",
         shape: torch.Size | None = None,
     ) -> Self:
         """Make the tensor."""
@@ -85,11 +84,7 @@ class RandomWeight(RandomTensor):
 
 
 def member_numbers(guide: StructuredGuide) -> list[int | None]:
-    """Return the numbers of a mixture's members, or one None for another guide.
-
-    Raises:
-        NotImplementedError: If the members have different weights.
-    """
+    """Return the numbers of a mixture's members, of equal weights, or one None for another guide."""
     if guide.num_members == 1:
         return [None]
     weights = guide.get_buffer("weights")
@@ -190,7 +185,12 @@ def linear_moments(application: Application) -> RandomTensor:
             image = q.image_under(*_with_column(q, linear_map, m, is_joint))
             shared = shared + image.covariance_matrix
         if v is not None:
-            shared = shared + _spread_of_input(matrix[:, :-1] if is_joint else matrix, v)
+            own = matrix[:, :-1] if is_joint else matrix
+            if len(own) > 2 * len(v):  # own diag(v) own' for each row of variances
+                shared = shared + (own * v.unsqueeze(-2)) @ own.mT
+            else:
+                spread: Tensor = F.linear(v, (own.unsqueeze(1) * own).flatten(0, 1))
+                shared = shared + spread.reshape(len(v), len(own), -1)
         shared = total(shared, bias_covariance)
         return shared + torch.diag_embed(variance - shared.diagonal(dim1=-2, dim2=-1))
 
@@ -289,14 +289,6 @@ def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, is_joint: 
     outer = m.unsqueeze(-1) * m.unsqueeze(-2)
     spread = torch.zeros_like(outer[:, :1, :1]) if q is None else q.spread(total(outer, own))
     return spread if own is None else spread + matrix @ own @ matrix.mT
-
-
-def _spread_of_input(matrix: Tensor, v: Tensor) -> Tensor:
-    """Return ``matrix diag(v) matrix'`` for each row of variances, ``(batch, out, out)``."""
-    if len(matrix) > 2 * len(v):
-        return (matrix * v.unsqueeze(-2)) @ matrix.mT
-    spread: Tensor = F.linear(v, (matrix.unsqueeze(1) * matrix).flatten(0, 1))
-    return spread.reshape(len(v), len(matrix), -1)
 
 
 def _covariance_of(x: Any) -> Tensor:

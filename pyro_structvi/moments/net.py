@@ -106,7 +106,6 @@ class NetMoments(nn.Module):
         linearize: Whether a function without a rule is replaced by its tangent at the mean.
 
     Raises:
-        TypeError: If ``model`` or ``guide`` is of another type.
         ValueError: If the guide is a mixture, whose members have separate moments.
         NotImplementedError: In a call, if a function of the net has no rule.
 

@@ -24,7 +24,13 @@ def _move(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     locs, outputs = apply(lambda leaf: moments(leaf)[0])
     if function.__name__ in _KEEP_ORDER and locs[0].shape == x.shape:
         return x  # as nn.Flatten in a dense net; reads no values, so that it can be exported
-    variances, _ = apply(_variance)
+
+    def variance_of(leaf: Any) -> Any:
+        if isinstance(leaf, RandomTensor):
+            return leaf.variance
+        return torch.zeros_like(leaf) if _is_known(leaf) else leaf
+
+    variances, _ = apply(variance_of)
     covariances: list[Tensor | None] = [None for _ in locs]
     if x.covariance is not None and not others and not any(map(_is_known, leaves)):
         numbers = torch.arange(x.numel(), device=x.device).reshape(x.shape)
@@ -37,12 +43,6 @@ def _move(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _is_known(leaf: Any) -> bool:
     is_tensor = isinstance(leaf, Tensor) and not isinstance(leaf, RandomTensor)
     return is_tensor and leaf.is_floating_point()
-
-
-def _variance(leaf: Any) -> Any:
-    if isinstance(leaf, RandomTensor):
-        return leaf.variance
-    return torch.zeros_like(leaf) if _is_known(leaf) else leaf
 
 
 def _covariance_at(x: RandomTensor, covariance: Tensor, numbers: Tensor) -> Tensor | None:

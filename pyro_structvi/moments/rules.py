@@ -16,12 +16,11 @@ from pyro_structvi.maps.calls import (
 from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
-from pyro_structvi.moments.pooling import POOLING_RULES
 from pyro_structvi.moments.random_tensor import RandomTensor, random_among
 from pyro_structvi.moments.rearranging import REARRANGING_RULES
 
 # By torch's names and with torch's arguments; one name serves functions, methods and operators.
-RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES, **POOLING_RULES}
+RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES}
 
 
 def moments_of_call(
@@ -76,10 +75,10 @@ def _apply(
 def linearized(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RandomTensor:
-    r"""Return the moments of a function's tangent at the mean, ``J S J'`` with its Jacobian J.
+    """Return the moments of a function's tangent at the mean, ``J S J'`` with its Jacobian J.
 
-    The first argument must be the only random one, with the examples first, and the function must treat
-    each example independently. The cost is one backward pass for each element of an example's result.
+    The first argument must be the only random one, with independent examples first. The cost is one
+    backward pass for each element of an example's result.
     """
     x = args[0] if args else None
     if not isinstance(x, RandomTensor) or len([*random_among((args, kwargs))]) != 1:

@@ -1,6 +1,6 @@
 """Common parts of figures: axes without a window, colours, legends, checked arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyro_structvi._checks import brief, check_classes, shape_text
+from pyro_structvi._checks import brief, shape_text
 
 # Values of figures; a list of numbers has one dimension.
 Values = Tensor | np.ndarray | Sequence[float]
@@ -93,14 +93,6 @@ def real_array(name: str, values: Values, dim: int = 1) -> Array:
     return array.astype(np.float64)
 
 
-def class_array(name: str, values: Values, size: int) -> NDArray[np.int64]:
-    """Return whole numbers from 0 to ``size - 1``, or raise a ``ValueError``."""
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
-    check_classes(name, tensor, size)
-    classes: NDArray[np.int64] = tensor.cpu().long().numpy()
-    return classes
-
-
 def check_as_many(name: str, values: Array, other: str, others: Array) -> None:
     """Raise a ``ValueError`` unless two arrays have last dimensions of one size."""
     if values.shape[-1] != others.shape[-1]:
@@ -117,22 +109,3 @@ def check_shares(name: str, values: Array) -> None:
             f"`{name}` must hold shares from 0 to 1, but has an entry outside. Divide "
             "percentages by 100."
         )
-
-
-def by_label(
-    name: str, values: Values | Mapping[str, Values], label: str | None
-) -> dict[str | None, tuple[str, Array]]:
-    """Return arrays by the label of their curve, each with its name in error messages.
-
-    ``values`` are one array with a label, or several by label.
-    """
-    if not isinstance(values, Mapping):
-        return {label: (name, real_array(name, values))}
-    if not values:
-        raise ValueError(f"`{name}` must hold at least one entry, but is empty.")
-    if label is not None:
-        raise ValueError(
-            f"`label` must be None where `{name}` is a mapping: its keys are the labels."
-        )
-    named = {key: f"{name}[{key!r}]" for key in values}
-    return {key: (named[key], real_array(named[key], values[key])) for key in values}

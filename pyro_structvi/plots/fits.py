@@ -1,13 +1,13 @@
 """Figures of fits and posteriors: the bound over steps, importance weights, standard deviations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from pyro_structvi._checks import Count, Share, checked
+from pyro_structvi._checks import checked
 from pyro_structvi.infer.steps.step import History
 from pyro_structvi.plots.figures import (
     BLUE,
@@ -18,7 +18,7 @@ from pyro_structvi.plots.figures import (
     Values,
     add_labels,
     add_legend,
-    by_label,
+    check_as_many,
     curve_style,
     figure_of,
     make_axes,
@@ -26,57 +26,42 @@ from pyro_structvi.plots.figures import (
     real_array,
 )
 
-WINDOWS = 50  # the running mean is over this fraction of the steps by default
+WINDOWS = 50  # the running mean is over this fraction of the steps
+HIDDEN = 0.1  # share of initial steps that may be out of view
 OUTSIDE = 0.005  # share of standard deviations beyond either end of the colours
 
 
 @checked
-def plot_elbo(
-    history: History,
-    ax: Axes | None = None,
-    kl_by_site: Mapping[str, Values] | None = None,
-    smooth: Count | None = None,
-    start: Share = 0.1,
-) -> Axes:
+def plot_elbo(history: History, ax: Axes | None = None) -> Axes:
     """Draw the evidence lower bound and the KL divergence over the steps of a fit.
+
+    Lines are running means over a fiftieth of the steps. The first tenth of the steps may be out of
+    view.
 
     Args:
         history: The return value of :func:`~pyro_structvi.fit`.
         ax: Axes of the drawing; a new figure when None.
-        kl_by_site: The KL of each site in each step, in nats.
-        smooth: Steps in a running mean; a fiftieth of the steps when None.
-        start: Share of initial steps that are ignored for the limits of the vertical axis.
-
-    Returns:
-        The axes.
 
     Raises:
-        ValueError: If the history is empty, or a site has another number of steps.
+        ValueError: If the history is empty.
 
     Example:
         >>> from pyro_structvi.infer import History
-        >>> ax = plot_elbo(History(elbo=[-9.0, -5.0], kl=[3.0, 2.0]), kl_by_site={"weight": [3.0, 2.0]})
+        >>> ax = plot_elbo(History(elbo=[-9.0, -5.0], kl=[3.0, 2.0]))
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
-        ['ELBO', 'KL', 'KL of weight']
+        ['ELBO', 'KL']
     """
     elbo, kl = real_array("history.elbo", history.elbo), real_array("history.kl", history.kl)
-    sites = by_label("kl_by_site", kl_by_site, None) if kl_by_site else {}
-    for name, own in [("history.kl", kl), *sites.values()]:
-        if len(own) != len(elbo):
-            raise ValueError(
-                f"`{name}` must have one number a step, as many as `history.elbo`, {len(elbo)}, but has "
-                f"{len(own)}."
-            )
-    series = {"ELBO": elbo, "KL": kl} | {f"KL of {site}": own for site, (_, own) in sites.items()}
+    check_as_many("history.elbo", elbo, "history.kl", kl)
     ax = make_axes(ax)
     seen = [*ax.get_ylim()] if ax.lines else []
-    for index, (label, values) in enumerate(series.items()):
-        window = smooth or max(1, len(values) // WINDOWS)
-        steps, style = np.arange(1, len(values) + 1), curve_style(index)
+    steps, window = np.arange(1, len(elbo) + 1), max(1, len(elbo) // WINDOWS)
+    for index, (label, values) in enumerate({"ELBO": elbo, "KL": kl}.items()):
+        style = curve_style(index)
         if window > 1:
             ax.plot(steps, values, color=style["color"], linewidth=0.6, alpha=0.3)
         ax.plot(steps, running_mean(values, window), label=label, **style)
-        shown = values[int(start * len(values)) :]
+        shown = values[int(HIDDEN * len(values)) :]
         seen += [shown.min(), shown.max()]
     padding = 0.05 * (max(seen) - min(seen)) or 1.0
     ax.set_ylim(min(seen) - padding, max(seen) + padding)
@@ -109,9 +94,6 @@ def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "g
         ax: Axes of the drawing; a new figure when None.
         label: Name of the curve in the legend.
 
-    Returns:
-        The axes.
-
     Raises:
         ValueError: If there is no weight, or one is not finite.
 
@@ -138,9 +120,7 @@ def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "g
 
 
 @checked
-def plot_scale_matrix(
-    scale: Matrix, ranks: Sequence[int] = (1, 2), axes: Sequence[Axes] | None = None
-) -> list[Axes]:
+def plot_scale_matrix(scale: Matrix, ranks: Sequence[int] = (1, 2)) -> list[Axes]:
     r"""Draw a layer's posterior standard deviations and their best approximations of low rank.
 
     The approximation of rank k is :math:`\sum_{j \le k} s_j u_j v_j^\top` of the singular value
@@ -150,14 +130,9 @@ def plot_scale_matrix(
     Args:
         scale: Standard deviations ``(out, in)``, in the weights' units.
         ranks: Ranks of the approximations, each a panel.
-        axes: Axes of one figure, for the matrix and for each rank; a new figure when None.
-
-    Returns:
-        The axes of the panels, for the matrix and then for the ranks in their order.
 
     Raises:
-        ValueError: If a standard deviation is not positive, a rank is impossible for the matrix, or
-            there are too few or too many axes, or axes of several figures.
+        ValueError: If a standard deviation is not positive, or a rank is impossible for the matrix.
 
     Example:
         >>> import torch
@@ -178,16 +153,9 @@ def plot_scale_matrix(
     most = min(matrix.shape)
     if not ranks or not all(1 <= rank <= most for rank in ranks):
         raise ValueError(f"`ranks` must hold at least one number, all from 1 to {most}.")
-    if axes is not None and len(axes) != 1 + len(ranks):
-        raise ValueError(f"`axes` must hold {1 + len(ranks)} axes, but got {len(axes)}.")
-    if axes is not None and len({figure_of(each) for each in axes}) > 1:
-        raise ValueError("`axes` must be of one figure, which has one colour bar for all of them.")
-    if axes is None:
-        count = 1 + len(ranks)
-        height = float(np.clip(2.2 * matrix.shape[0] / matrix.shape[1], 2.4, 4.5))
-        panels = make_panels(1, count, 2.0 * count + 1.2, height, sharex=True, sharey=True)
-    else:
-        panels = list(axes)
+    count = 1 + len(ranks)
+    height = float(np.clip(2.2 * matrix.shape[0] / matrix.shape[1], 2.4, 4.5))
+    panels = make_panels(1, count, 2.0 * count + 1.2, height, sharex=True, sharey=True)
     U, s, Vh = np.linalg.svd(matrix, full_matrices=False)
     matrices, titles = [matrix], ["standard\ndeviations"]
     for rank in ranks:
@@ -197,8 +165,8 @@ def plot_scale_matrix(
     for panel, each, title in zip(panels, matrices, titles, strict=True):
         image = panel.imshow(each, aspect="auto", cmap=SEQUENTIAL, vmin=low, vmax=high)
         panel.set_title(title, fontsize="medium")
-        panel.set_xlabel(panel.get_xlabel() or "input")
-    panels[0].set_ylabel(panels[0].get_ylabel() or "output")
+        panel.set_xlabel("input")
+    panels[0].set_ylabel("output")
     bar: dict[str, Any] = {"label": "standard deviation\n(weights' units)", "extend": "both"}
     figure_of(panels[0]).colorbar(image, ax=panels, **bar)
     return panels

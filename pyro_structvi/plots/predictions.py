@@ -1,12 +1,15 @@
 """Figures of predictions: bands, reliability of class probabilities, coverage of intervals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
+from torch import Tensor
 
-from pyro_structvi._checks import Count, brief, checked, shape_text
+from pyro_structvi._checks import Count, checked
+from pyro_structvi.metrics.inputs import checked_classes, checked_probabilities
 from pyro_structvi.plots.figures import (
     BLACK,
     BLUE,
@@ -17,17 +20,13 @@ from pyro_structvi.plots.figures import (
     Values,
     add_labels,
     add_legend,
-    by_label,
     check_as_many,
     check_shares,
-    class_array,
-    curve_style,
     make_axes,
     real_array,
 )
 
 DEPTH = 0.25  # height of the tallest bar below the axis, in units of the vertical axis
-TOLERANCE = 1e-3  # rounding errors of probabilities
 
 
 @checked
@@ -57,15 +56,12 @@ def plot_band(
             and ``upper``.
         ax: Axes of the drawing; a new figure when None.
         widths: Half-widths of the bands in standard deviations.
-        lower: Lower ends of a band ``(N,)``, or of K bands ``(K, N)``.
-        upper: Upper ends of the same shape.
+        lower: Lower ends of one band ``(N,)``.
+        upper: Its upper ends.
         data_x: Inputs of the data ``(D,)``.
         data_y: Targets of the data ``(D,)``.
         truth: The function that made the data, at ``x``.
         label: Name of the function in the legend; no legend when None.
-
-    Returns:
-        The axes.
 
     Raises:
         ValueError: If sizes differ, a standard deviation is negative, or bands are given twice or
@@ -82,7 +78,12 @@ def plot_band(
     true = None if truth is None else real_array("truth", truth)
     if true is not None:
         check_as_many("x", inputs, "truth", true)
-    points = _points(data_x, data_y)
+    if (data_x is None) != (data_y is None):
+        raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
+    points = None
+    if data_x is not None and data_y is not None:
+        points = real_array("data_x", data_x), real_array("data_y", data_y)
+        check_as_many("data_x", points[0], "data_y", points[1])
     ax = make_axes(ax)
     draw_band(ax, inputs, means, bands, label, true, points)
     add_labels(ax, "input", "target")
@@ -114,31 +115,14 @@ def _bands(
         if not widths or not all(0 < width < np.inf for width in widths):
             raise ValueError("`widths` must hold at least one number, all positive and finite.")
         return [(mean - width * scales, mean + width * scales) for width in widths]
-    low, high = _ends("lower", lower, mean), _ends("upper", upper, mean)
-    if low.shape != high.shape:
-        raise ValueError(
-            f"`lower` and `upper` must be as many bands, but got {len(low)} and {len(high)}."
-        )
+    assert lower is not None
+    assert upper is not None
+    low, high = real_array("lower", lower), real_array("upper", upper)
+    check_as_many("lower", low, "mean", mean)
+    check_as_many("upper", high, "mean", mean)
     if (low > high).any():
         raise ValueError("`lower` must be at most `upper` everywhere, but is not.")
-    return list(zip(low, high, strict=True))
-
-
-def _ends(name: str, values: Any, mean: Array) -> Array:
-    dim = 2 if getattr(values, "ndim", 1) == 2 else 1
-    ends = real_array(name, values, dim)
-    check_as_many(name, ends, "mean", mean)
-    return np.atleast_2d(ends)
-
-
-def _points(x: Values | None, y: Values | None) -> tuple[Array, Array] | None:
-    if (x is None) != (y is None):
-        raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
-    if x is None or y is None:
-        return None
-    points = real_array("data_x", x), real_array("data_y", y)
-    check_as_many("data_x", points[0], "data_y", points[1])
-    return points
+    return [(low, high)]
 
 
 def draw_band(
@@ -176,9 +160,6 @@ def plot_reliability(
         num_bins: The number M of bins.
         ax: Axes of the drawing; a new figure when None.
 
-    Returns:
-        The axes.
-
     Raises:
         ValueError: If shapes do not fit, or a row is no vector of probabilities.
 
@@ -192,19 +173,9 @@ def plot_reliability(
         Guo et al. (2017), "On calibration of modern neural networks", section 2.
     """
     each = real_array("probabilities", probabilities, dim=2)
-    off = np.abs(each.sum(1) - 1) > TOLERANCE
-    wrong = off | (each < -TOLERANCE).any(1)
-    if wrong.any():
-        raise ValueError(
-            "`probabilities` must be at least 0 and sum to 1 over the classes, but row "
-            f"{int(wrong.argmax())} is not. Pass `logits.softmax(-1)` for logits."
-        )
-    classes = class_array("y", y, each.shape[1])
-    if classes.shape != each.shape[:1]:
-        raise ValueError(
-            f"`y` must have shape (N,) = {shape_text(each.shape[:1])}, beside `probabilities`, but got "
-            f"{brief(y)}."
-        )
+    known = checked_probabilities("probabilities", torch.as_tensor(each))
+    of_examples = y if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
+    classes = checked_classes("y", of_examples, known).numpy()
     confidence, right = each.max(1).clip(0, 1), each.argmax(1) == classes
     index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
     filled, where, counts = np.unique(index, return_inverse=True, return_counts=True)
@@ -237,7 +208,7 @@ def _draw_diagonal(ax: Axes) -> None:
 @checked
 def plot_coverage(
     levels: Values,
-    coverage: Values | Mapping[str, Values],
+    coverage: Values,
     ax: Axes | None = None,
     label: str | None = None,
     num_examples: Count | None = None,
@@ -250,14 +221,10 @@ def plot_coverage(
 
     Args:
         levels: Probabilities of the intervals ``(L,)``, from 0 to 1.
-        coverage: Shares of targets inside ``(L,)``, from 0 to 1; or several curves at the same
-            levels, by label.
+        coverage: Shares of targets inside ``(L,)``, from 0 to 1.
         ax: Axes of the drawing; a new figure when None.
-        label: Name of a single curve in the legend.
+        label: Name of the curve in the legend.
         num_examples: The number N of examples, for the grey band; no band when None.
-
-    Returns:
-        The axes.
 
     Raises:
         ValueError: If sizes differ, or a share is not between 0 and 1.
@@ -271,12 +238,10 @@ def plot_coverage(
         Kuleshov, Fenner and Ermon (2018), "Accurate uncertainties for deep learning using
         calibrated regression", section 3.
     """
-    expected = real_array("levels", levels)
+    expected, observed = real_array("levels", levels), real_array("coverage", coverage)
+    check_as_many("levels", expected, "coverage", observed)
     check_shares("levels", expected)
-    curves = by_label("coverage", coverage, label)
-    for name, values in curves.values():
-        check_as_many("levels", expected, name, values)
-        check_shares(name, values)
+    check_shares("coverage", observed)
     ax = make_axes(ax, 5.2, 3.8)
     if num_examples is not None:
         line = np.linspace(0, 1, 101)
@@ -285,9 +250,7 @@ def plot_coverage(
         name = f"2 standard errors\nof {num_examples} examples"
         ax.fill_between(line, low, high, color="0.85", linewidth=0, label=name)
     _draw_diagonal(ax)
-    for index, (title, (_, values)) in enumerate(curves.items()):
-        style = curve_style(index)
-        ax.plot(expected, values, marker="o", markersize=4, label=title, **style)
+    ax.plot(expected, observed, color=BLUE, marker="o", markersize=4, label=label)
     add_labels(ax, "expected coverage", "observed coverage")
     add_legend(ax)
     return ax

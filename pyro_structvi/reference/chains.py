@@ -1,7 +1,7 @@
 """Microcanonical Langevin chains."""
 
 import math
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,14 +27,10 @@ Gradients = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Chains:
-    """Microcanonical Langevin chains, all in one pass.
+    """Microcanonical Langevin chains, all in one pass, from coordinates ``(C, D)``.
 
     A step whose energy changes without bound is not taken: the chain stays with the opposite velocity,
     and its next steps are smaller.
-
-    Args:
-        position: The starting coordinates ``(C, D)``.
-        gradients: The log densities and gradients of the target at positions.
 
     Attributes:
         position: The coordinates.
@@ -64,7 +60,7 @@ class Chains:
         """Tune step sizes by the energy's change, and the length by the width of the posterior."""
         size = self.position.shape[-1]
         self._most_change = LARGEST_CHANGE + LARGEST_DEVIATION * math.sqrt(size * variance)
-        moments = _Moments()
+        sums = self.position.new_zeros(3, size, dtype=torch.float64)  # of 1, positions and squares
         # In double precision, for the sixth power of small steps.
         step = self.step_size.double().squeeze(-1)
         # Each begins as if some steps of this size had had the target's change, so that one step with a
@@ -95,10 +91,12 @@ class Chains:
                 )
             self.step_size = step.unsqueeze(-1).to(self.position)
             if number >= count // 4:
-                moments.add(self.position)
+                own = self.position.double()
+                sums += torch.stack([torch.ones_like(own), own, own.square()]).sum(1)
             if number in (count // 2, 3 * count // 4):
-                self.length = math.sqrt(moments.total_variance) or self.length
-                moments = _Moments()
+                mean, squares = sums[1:] / sums[0]
+                self.length = math.sqrt(float((squares - mean.square()).sum())) or self.length
+                sums.zero_()
         tuned = (total / (count - 3 * count // 4)) ** (-1 / 6)
         self.step_size = tuned.clamp_max(self.length).unsqueeze(-1).to(self.position)
 
@@ -137,11 +135,7 @@ class Chains:
         self.num_moved = self.num_moved + moved
 
     def _move(self, factor: Tensor | float = 1.0, refreshes: bool = True) -> tuple[Tensor, Tensor]:
-        """Take a step of the minimal-norm integrator, and add noise to the velocities.
-
-        Args:
-            factor: A factor of the step size.
-            refreshes: Whether to add noise.
+        """Take a step of the minimal-norm integrator, its size times a factor, and add noise.
 
         Returns:
             The energy's change ``(C,)``, and which chains have moved.
@@ -165,25 +159,6 @@ class Chains:
             velocity = _unit(velocity + noise * torch.randn_like(velocity))
         self._velocity = velocity
         return torch.where(moved, change, 0.0), moved
-
-
-class _Moments:
-    """Means and variances of positions over chains and steps."""
-
-    def __init__(self) -> None:
-        self._count, self._sum, self._squares = 0, torch.zeros(()), torch.zeros(())
-
-    def add(self, positions: Tensor) -> None:
-        """Add positions ``(C, D)``."""
-        self._count += len(positions)
-        self._sum = self._sum + positions.double().sum(0)
-        self._squares = self._squares + positions.double().square().sum(0)
-
-    @property
-    def total_variance(self) -> float:
-        """The sum of the variances of all coordinates."""
-        mean = self._sum / self._count
-        return float((self._squares / self._count - mean.square()).sum())
 
 
 def _kick(velocity: Tensor, gradient: Tensor, time: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -211,14 +186,7 @@ def _unit(vectors: Tensor) -> Tensor:
 def gradients_of(
     target: Callable[[Tensor], Tensor], example: Tensor, num_calls: int, compiled: Compiled
 ) -> Gradients:
-    """Return a function from positions ``(C, D)`` to log densities and gradients.
-
-    Args:
-        target: The log density at coordinates ``(D,)``.
-        example: Positions.
-        num_calls: The number of calls to come.
-        compiled: As for :func:`mclmc`.
-    """
+    """Return a function from positions ``(C, D)`` to log densities and gradients of a target."""
     both = vmap(grad_and_value(target), randomness="error")
 
     def evaluate(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,9 +235,4 @@ def without_python(
 
 def _seconds_of(record: Record, example: Tensor) -> float:
     """Return the shortest duration of a replay."""
-    durations = []
-    for _ in range(4):
-        start = time.perf_counter()
-        record([example])
-        durations.append(time.perf_counter() - start)
-    return min(durations)
+    return min(timeit.repeat(lambda: record([example]), repeat=4, number=1))

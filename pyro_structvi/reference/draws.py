@@ -1,7 +1,8 @@
 """Draws of Markov chains."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 class ChainDraws(dict[str, Tensor]):
     """Draws by site name, each ``(num_chains * num_draws, *shape)``, one chain after another.
 
-    They are valid ``posterior_samples`` of ``pyro.infer.Predictive``. Convergence is judged by the R-hat
+    They are ``posterior_samples`` of ``pyro.infer.Predictive``. Convergence is judged by the R-hat
     of function values: hidden units can be permuted, so chains with the same function may have different
     weights.
 
@@ -67,9 +68,6 @@ def split_r_hat(values: Tensor) -> Tensor:
 
     It is :math:`\sqrt{(\frac{n-1}{n} V + B) / V}` with the mean variance V within half chains of n draws
     and the variance B of their means (Gelman et al., Bayesian Data Analysis, 3rd edition, section 11.4).
-
-    Args:
-        values: At least four draws of each chain.
     """
     half = values.shape[1] // 2
     halves = torch.cat([values[:, :half], values[:, -half:]])
@@ -84,9 +82,6 @@ def bulk_ess(values: Tensor) -> Tensor:
 
     Chains are split in halves, values are replaced by the normal scores of their ranks, and
     autocorrelations are summed by Geyer's initial monotone sequence. NaN for constants.
-
-    Args:
-        values: At least four draws of each chain.
 
     References:
         Vehtari, Gelman, Simpson, Carpenter and Buerkner (2021), "Rank-normalization, folding, and
@@ -128,12 +123,29 @@ def _normal_scores(values: Tensor) -> Tensor:
     return scores.mT
 
 
-def largest(values: Tensor) -> Tensor:
+def convergence_of(
+    functions: Sequence[Tensor], weights: Iterable[Tensor], num_chains: int
+) -> dict[str, Any]:
+    """Return R-hats and effective sample size of function values and weights ``(chain, draw, ...)``.
+
+    They are the arguments of :class:`ChainDraws`; constants are left out.
+    """
+    each = torch.cat([bulk_ess(part).flatten() for part in functions])
+    return {
+        "r_hat": _largest_r_hat(functions),
+        "weight_r_hat": _largest_r_hat(weights),
+        "ess": -_largest(-each),
+        "chain_r_hat": np.array([
+            _largest_r_hat(part[[chain]] for part in functions) for chain in range(num_chains)
+        ]),
+    }
+
+
+def _largest_r_hat(values: Iterable[Tensor]) -> float:
+    return _largest(torch.cat([split_r_hat(each).flatten() for each in values]))
+
+
+def _largest(values: Tensor) -> float:
     """Return the largest of the values that are not NaN; NaN if there are none."""
     known = values[~values.isnan()]
-    return known.max() if known.numel() else values.new_tensor(math.nan)
-
-
-def smallest(values: Tensor) -> Tensor:
-    """Return the smallest of the values that are not NaN; NaN if there are none."""
-    return -largest(-values)
+    return float(known.max()) if known.numel() else math.nan

@@ -4,7 +4,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,39 +86,30 @@ def to_array(tensor: Tensor) -> Any:
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
-class SiteAttribute(NamedTuple):
-    """An attribute of a module and the name of its site, which tied weights share."""
-
-    module: PyroModule
-    attribute: str
-    site: str
+# A module, its attribute, and the name of the attribute's site, which tied weights share.
+SiteAttribute = tuple[PyroModule, str, str]
 
 
 class JaxNet:
     """The forward pass of a torch net on JAX arrays.
 
-    The net is traced once with :mod:`torch.fx`; each call runs the recorded functions in JAX.
-
-    Args:
-        net: The net.
-        site_attributes: The attributes of the net that are sample sites.
-
-    Attributes:
-        sites: The names of the sites that the forward pass uses.
+    The net is traced once with :mod:`torch.fx`; each call runs the recorded functions in JAX. ``sites``
+    are the names of the sites that the forward pass uses.
 
     Raises:
         NotImplementedError: If a layer or a function of the net has no translation, or the net cannot be
             traced.
-
-    Example:
-        >>> import numpy as np
-        >>> net = JaxNet(nn.Sequential(nn.Flatten(), nn.Tanh()), [])
-        >>> net(np.zeros((5, 2, 3)), {}).shape
-        (5, 6)
     """
 
     def __init__(self, net: nn.Module, site_attributes: list[SiteAttribute]) -> None:
-        _check_parameters(net)
+        for path, module in net.named_modules(prefix="net"):
+            names = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+            if names:
+                raise NotImplementedError(
+                    f"The net's module {_describe(path, module)} has point estimates, {names}, and a "
+                    "sampler draws from a posterior of everything that is unknown. Make each a site "
+                    "with `bayesianize`, or freeze it with `requires_grad_(False)`."
+                )
         root = _Root(net, site_attributes)
         with _NoSites(), torch.no_grad():
             self._graph = _Tracer().trace(root)
@@ -162,9 +153,9 @@ class _Root(nn.Module):
     def forward(self, x: Any, sites: Any) -> Any:
         """Return the net's output."""
         with ExitStack() as stack:
-            for item in self.site_attributes:
-                values = stack.enter_context(site_values(item.module))
-                values[site_name(item.module, item.attribute)] = sites[item.site]
+            for module, attribute, site in self.site_attributes:
+                values = stack.enter_context(site_values(module))
+                values[site_name(module, attribute)] = sites[site]
             return self.net(x)
 
 
@@ -197,17 +188,6 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return False: the functions are translated, not the modules."""
         return False
-
-
-def _check_parameters(net: nn.Module) -> None:
-    for path, module in net.named_modules(prefix="net"):
-        names = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if names:
-            raise NotImplementedError(
-                f"The net's module {_describe(path, module)} has point estimates, {names}, and a "
-                "sampler draws from a posterior of everything that is unknown. Make each a site "
-                "with `bayesianize`, or freeze it with `requires_grad_(False)`."
-            )
 
 
 def _check_call(node: fx.Node, root: _Root) -> None:
@@ -272,37 +252,26 @@ def to_jax_likelihood(model: Any) -> tuple[JaxLikelihood, set[str]]:
     """Return a model's likelihood in NumPyro, and its latent sites.
 
     Raises:
-        TypeError: If the model is not in ``_TRANSLATIONS``.
+        TypeError: If the model is of another kind.
         NotImplementedError: If it standardizes its data or weighs classes.
     """
-    found = next((make for kind, make in _TRANSLATIONS.items() if isinstance(model, kind)), None)
-    if found is None:
-        *others, last = (kind.__name__ for kind in _TRANSLATIONS)
+    kinds: tuple[type[Likelihood], ...] = (*_FIXED, Regressor)
+    if not isinstance(model, kinds):
         raise TypeError(
-            f"`model` must be a {', '.join(others)} or {last}, but got {type(model).__name__}. Write "
-            "`Regressor(bayesianize(net), num_data, noise_scale)`."
+            f"`model` must be a {', '.join(kind.__name__ for kind in _FIXED)} or Regressor, but got "
+            f"{type(model).__name__}. Write `Regressor(bayesianize(net), num_data, noise_scale)`."
         )
     if model.input_mean is not None:
         raise NotImplementedError(
             "`standardize` must be None for a model in NumPyro. Standardize the data themselves."
         )
-    return found(model)
-
-
-def _classes(model: Classifier) -> tuple[JaxLikelihood, set[str]]:
-    if model.class_weights is not None:
+    if isinstance(model, Regressor):
+        return _targets(model)
+    if isinstance(model, Classifier) and model.class_weights is not None:
         raise NotImplementedError(
             "`class_weights` must be None for a model in NumPyro; leave it out."
         )
-    return lambda logits, sites: dist.Categorical(logits=logits), set()
-
-
-def _labels(model: BinaryClassifier) -> tuple[JaxLikelihood, set[str]]:
-    return lambda logits, sites: _over_targets(dist.Bernoulli(logits=logits)), set()
-
-
-def _counts(model: PoissonRegressor) -> tuple[JaxLikelihood, set[str]]:
-    return lambda logs, sites: _over_targets(dist.Poisson(jnp.exp(logs))), set()
+    return next(make for kind, make in _FIXED.items() if isinstance(model, kind)), set()
 
 
 def _targets(model: Regressor) -> tuple[JaxLikelihood, set[str]]:
@@ -330,9 +299,9 @@ def _over_targets(distribution: Any) -> Any:
     return distribution.to_event(len(distribution.batch_shape) - 1)
 
 
-_TRANSLATIONS: dict[type[Likelihood], Callable[[Any], tuple[JaxLikelihood, set[str]]]] = {
-    Classifier: _classes,
-    BinaryClassifier: _labels,
-    PoissonRegressor: _counts,
-    Regressor: _targets,
+# Likelihoods without sites.
+_FIXED: dict[type[Likelihood], JaxLikelihood] = {
+    Classifier: lambda logits, sites: dist.Categorical(logits=logits),
+    BinaryClassifier: lambda logits, sites: _over_targets(dist.Bernoulli(logits=logits)),
+    PoissonRegressor: lambda logs, sites: _over_targets(dist.Poisson(jnp.exp(logs))),
 }

@@ -23,14 +23,9 @@ PILOT_DRAWS = 100  # of a guide, for the scales of sites without a Gaussian post
 class _Site:
     """Coordinates of the sites of one posterior of a guide.
 
-    The unit of a coordinate is the standard deviation of the posterior. Points have none, and the spread
-    of a few members measures distances of basins, not their width: the unit is the prior's deviation.
-
-    Args:
-        site: The site, which may hold a weight with its bias.
-        gaussian: Its distribution if that is Gaussian.
-        pilot: Unconstrained draws of the model's site otherwise.
-        prior: The prior of the model's site.
+    The unit of a coordinate is the standard deviation of the posterior, from unconstrained ``pilot``
+    draws unless it is Gaussian. Points have none, and the spread of a few members measures distances of
+    basins, not their width: the unit is the prior's deviation.
     """
 
     def __init__(
@@ -76,16 +71,7 @@ def _prior_scale(site: LatentSite, prior: Any) -> Tensor:
 
 
 class LogJoint:
-    """The log joint density of a model in coordinates of a guide, up to a constant.
-
-    Args:
-        model: The model.
-        guide: The guide.
-        args: The arguments of the model.
-
-    Attributes:
-        size: The number D of coordinates.
-    """
+    """The log joint density of a model in ``size`` coordinates of a guide, up to a constant."""
 
     def __init__(
         self,

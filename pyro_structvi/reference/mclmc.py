@@ -15,13 +15,7 @@ from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn
 from pyro_structvi.infer.batches import TensorBatches, as_batches
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.chains import Chains, Compiled, gradients_of, without_python
-from pyro_structvi.reference.draws import (
-    ChainDraws,
-    bulk_ess,
-    largest,
-    smallest,
-    split_r_hat,
-)
+from pyro_structvi.reference.draws import ChainDraws, convergence_of
 from pyro_structvi.reference.log_joint import LogJoint
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
@@ -66,11 +60,11 @@ def mclmc(
     separate draws of the guide, or at the members of an ensemble, one basin for each chain.
 
     The step size of each chain is tuned in the warm-up so that the variance of the energy's change per
-    dimension is ``energy_variance``, and the decoherence length to the width of the posterior. Without a
-    Metropolis-Hastings step draws are biased by the discretization, the less the smaller
-    ``energy_variance`` is. ``adjusted=True`` removes the bias: a transition is a trajectory of about one
-    decoherence length, many steps, and is accepted or rejected as a whole. A step that changes the
-    energy by more than 1,000 nats is not taken, and the chain goes on with smaller ones.
+    dimension is ``energy_variance``, and the decoherence length to the width of the posterior. Draws are
+    biased by the discretization, the less the smaller ``energy_variance`` is. ``adjusted=True`` removes
+    the bias: a transition is a trajectory of about one decoherence length, many steps, and is accepted
+    or rejected as a whole. A step that changes the energy by more than 1,000 nats is not taken, and the
+    chain goes on with smaller ones.
 
     Args:
         model: The model, in evaluation mode during sampling. Its point estimates stay fixed.
@@ -90,20 +84,18 @@ def mclmc(
         progress: Whether to show a progress bar.
 
     Returns:
-        The draws by site, ``(num_chains * num_draws, *shape)``, for :func:`~pyro_structvi.predict` and
-        :func:`~pyro_structvi.to_inference_data`. ``r_hat``, ``chain_r_hat`` and ``ess`` summarize
-        up to 500 values that the model returns at the data; see :class:`ChainDraws`. Their
+        The draws by site, ``(num_chains * num_draws, *shape)``; see :class:`ChainDraws`. ``r_hat``,
+        ``chain_r_hat`` and ``ess`` summarize up to 500 values that the model returns at the data.
         ``sample_stats`` have ``lp``, the log joint in unconstrained coordinates up to a constant,
         ``energy_change``, ``diverging``, ``step_size`` and ``decoherence_length``; for ``adjusted=True``
         ``acceptance_rate``, too. After an interrupt from the keyboard they are the draws so far, if
         there are four of each chain.
 
     Raises:
-        TypeError: If an argument has another type.
         ValueError: If an argument is out of range, the guide is not initialized, sites of the model are
             missing in it, or the model has a single latent number.
-        RuntimeError: If the model cannot run several draws in one pass, no chain can move, or
-            ``compiled=True`` and the model cannot be compiled.
+        RuntimeError: If the model cannot run several draws in one pass, or be compiled for
+            ``compiled=True``, or no chain can move.
 
     Warns:
         NotMixedWarning: If the largest split R-hat of function values is above 1.1.
@@ -130,7 +122,12 @@ def mclmc(
         raise ValueError(
             f"`num_draws` must be at least 4, so that R-hat can be computed, but got {num_draws}."
         )
-    args = _arguments(data, guide)
+    batches = as_batches(data, None, next((p.device for p in guide.parameters()), None))
+    if not isinstance(batches, TensorBatches):
+        raise TypeError(
+            "`data` must be a tuple of tensors with all examples, since each step needs all the data, "
+            f"but got {brief(data)}. Write `mclmc(model, guide, (x, y))`."
+        )
     if not guide.is_initialized:
         raise ValueError(
             "`guide` must be initialized, but it has not found the sites of `model`. Fit it, or call "
@@ -139,7 +136,7 @@ def mclmc(
     start = time.perf_counter()
     with separate_randomness(), evaluation_mode(model), evaluation_mode(guide):
         pyro.set_rng_seed(seed)
-        target = LogJoint(model, guide, args)
+        target = LogJoint(model, guide, batches.data)
         position = torch.stack([target.start(guide.draw(number=k)) for k in range(num_chains)])
         thinning = thinning or (1 if adjusted else 10)
         num_gradients = 2 * (num_warmup + num_draws * thinning)
@@ -162,16 +159,6 @@ def mclmc(
                     stats.setdefault(name, []).append(value)
                 bar.update()
         return _as_draws(target, chains, stats, start)
-
-
-def _arguments(data: Any, guide: StructuredGuide) -> tuple[Any, ...]:
-    batches = as_batches(data, None, next((p.device for p in guide.parameters()), None))
-    if not isinstance(batches, TensorBatches):
-        raise TypeError(
-            "`data` must be a tuple of tensors with all examples, since each step needs all the data, "
-            f"but got {brief(data)}. Write `mclmc(model, guide, (x, y))`."
-        )
-    return batches.data
 
 
 @contextmanager
@@ -201,29 +188,28 @@ def _as_draws(
     by_name = {name: value[is_kept] for name, value in by_name.items()}
     each = by_name.pop("position")  # (chain, draw, D)
     values = vmap(vmap(lambda position: target.values_at(position)[0]))(each)
-    functions = _functions(target, each)
-    r_hat = float(largest(split_r_hat(functions)))
+    functions_of = vmap(target.functions_at)
+    run = without_python(lambda z: (functions_of(z),), each[:, 0], count, compiled=False)
+    functions = torch.stack([run(draw)[0] for draw in each.unbind(1)], 1)  # (chain, draw, F)
     seconds = time.perf_counter() - start
-    chain_r_hat = torch.stack([largest(split_r_hat(chain)) for chain in functions.split(1)])
-    if r_hat > 1.1:
-        mixed = int((chain_r_hat <= 1.1).sum())
+    convergence = convergence_of([functions], values.values(), len(each))
+    draws = ChainDraws(
+        {name: value.flatten(0, 1) for name, value in values.items()},
+        len(each),
+        sample_stats={name: value.cpu().numpy() for name, value in by_name.items()},
+        seconds=seconds,
+        **convergence,
+    )
+    if draws.r_hat > 1.1:
+        mixed = int((convergence["chain_r_hat"] <= 1.1).sum())
         warn_user(
-            f"The largest split R-hat of function values is {r_hat:.3g}, so the chains differ or are "
-            f"too short; {mixed} of {len(each)} chains have an R-hat of at most 1.1 alone. Raise "
+            f"The largest split R-hat of function values is {draws.r_hat:.3g}, so the chains differ or "
+            f"are too short; {mixed} of {len(each)} chains have an R-hat of at most 1.1 alone. Raise "
             "`num_warmup`, and `num_draws` or `thinning`. Chains in separate modes of a net may never "
             "agree: their draws are then an ensemble of modes with equal weights.",
             NotMixedWarning,
         )
-    return ChainDraws(
-        {name: value.flatten(0, 1) for name, value in values.items()},
-        len(each),
-        r_hat=r_hat,
-        weight_r_hat=max(float(largest(split_r_hat(value))) for value in values.values()),
-        sample_stats={name: value.cpu().numpy() for name, value in by_name.items()},
-        ess=float(smallest(bulk_ess(functions))),
-        chain_r_hat=chain_r_hat.cpu().numpy(),
-        seconds=seconds,
-    )
+    return draws
 
 
 def _moving(chains: Chains, positions: Tensor) -> Tensor:
@@ -244,10 +230,3 @@ def _moving(chains: Chains, positions: Tensor) -> Tensor:
             StuckChainWarning,
         )
     return is_moving
-
-
-def _functions(target: LogJoint, positions: Tensor) -> Tensor:
-    """Return function values ``(chain, draw, F)`` at positions ``(chain, draw, D)``."""
-    each = vmap(target.functions_at)
-    run = without_python(lambda z: (each(z),), positions[:, 0], positions.shape[1], compiled=False)
-    return torch.stack([run(draw)[0] for draw in positions.unbind(1)], 1)

@@ -1,6 +1,7 @@
 """The NumPyro model of a Pyro model: the same net, priors, likelihood and site names."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,40 +29,19 @@ _KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class ElementPrior:
-    """A prior with independent elements.
-
-    Attributes:
-        kind: The distribution's name.
-        arguments: Its arguments as arrays that broadcast to ``shape``.
-        shape: The shape of a value.
-    """
-
-    kind: str
-    arguments: dict[str, Any]
-    shape: tuple[int, ...]
-
-    def build(self) -> Any:
-        """Return the NumPyro distribution in the current precision of JAX."""
-        arguments = {name: jnp.asarray(value) for name, value in self.arguments.items()}
-        element = getattr(numpyro.distributions, self.kind)(**arguments)
-        return element.expand(self.shape).to_event(len(self.shape))
-
-
 @dataclass(frozen=True, eq=False)
 class NumPyroModel:
     """The result of :func:`to_numpyro`.
 
     Attributes:
         net: The net as a function of input and sites.
-        priors: The prior of each site.
+        priors: A function to the prior of each site, in the current precision of JAX.
         num_data: The number of training examples; None for the size of the input.
         likelihood: From the net's output and the sites to the distribution of the observations.
     """
 
     net: JaxNet
-    priors: dict[str, ElementPrior]
+    priors: dict[str, partial[Any]]
     num_data: int | None
     likelihood: JaxLikelihood
 
@@ -72,7 +52,7 @@ class NumPyroModel:
             x: The net's input as an array, first dimension the batch.
             y: Observations as for the Pyro model, or None.
         """
-        sites = {name: numpyro.sample(name, prior.build()) for name, prior in self.priors.items()}
+        sites = {name: numpyro.sample(name, prior()) for name, prior in self.priors.items()}
         output = self.net(x, sites)
         likelihood = self.likelihood(output, sites)
         size = len(output)
@@ -146,11 +126,11 @@ def _site_attributes(model: nn.Module) -> list[SiteAttribute]:
                     "on other sites, which has no translation to NumPyro. Give it a distribution, "
                     "as `bayesianize(net, prior=...)` does."
                 )
-            found.append(SiteAttribute(module, attribute, site))
+            found.append((module, attribute, site))
     return found
 
 
-def _translate_prior(name: str, prior: Any) -> ElementPrior:
+def _translate_prior(name: str, prior: Any) -> partial[Any]:
     shape = tuple(prior.shape())
     while type(prior).__name__ in ("Independent", "ExpandedDistribution"):
         prior = prior.base_dist
@@ -161,7 +141,13 @@ def _translate_prior(name: str, prior: Any) -> ElementPrior:
             f"Supported are {', '.join(_KINDS)}."
         )
     arguments = {key: to_array(_unexpand(getattr(prior, key))) for key in argument_names(prior)}
-    return ElementPrior(kind, arguments, shape)
+    return partial(_make_prior, kind, shape, **arguments)
+
+
+def _make_prior(kind: str, shape: tuple[int, ...], **arguments: Any) -> Any:
+    arrays = {name: jnp.asarray(value) for name, value in arguments.items()}
+    element = getattr(numpyro.distributions, kind)(**arrays)
+    return element.expand(shape).to_event(len(shape))
 
 
 def _unexpand(value: torch.Tensor) -> torch.Tensor:

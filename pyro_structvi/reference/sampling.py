@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,14 +11,20 @@ import jax
 import numpy as np
 import pyro.poutine as poutine
 import torch
-from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC, NUTS, init_to_median
 from numpyro.infer.util import log_density
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_structvi._checks import Count, check_no_nan, check_tensors, checked, warn_user
-from pyro_structvi.reference.draws import ChainDraws, bulk_ess, smallest
+from pyro_structvi._checks import (
+    Count,
+    check_finite,
+    check_no_nan,
+    check_tensors,
+    checked,
+    warn_user,
+)
+from pyro_structvi.reference.draws import ChainDraws, convergence_of
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 
@@ -40,42 +46,14 @@ class DivergenceWarning(UserWarning):
 class NUTSDraws(ChainDraws):
     """Draws of NUTS; see :class:`ChainDraws`.
 
-    Args:
-        draws: The draws.
-        num_chains: Number of chains.
-        divergences: Number of divergent transitions after warm-up, over all chains.
-        r_hat: Largest split R-hat of net(x) over the training inputs; NaN if nothing moved.
-        weight_r_hat: Largest split R-hat over the elements of all sites.
-        sample_stats: Sampler statistics ``(chain, draw)`` under ArviZ's names: ``lp``, the log joint in
-            unconstrained coordinates, ``energy``, ``acceptance_rate``, ``step_size``, ``n_steps``,
-            ``tree_depth`` and ``diverging``.
-        **diagnostics: ``ess``, ``chain_r_hat`` and ``seconds`` of :class:`ChainDraws`.
-
-    Example:
-        >>> draws = NUTSDraws({"w": torch.zeros(6, 3)}, 2, divergences=0, r_hat=1.0, weight_r_hat=1)
-        >>> draws["w"].shape, draws.grouped()["w"].shape
-        (torch.Size([6, 3]), (2, 3, 3))
+    ``sample_stats`` has ``lp``, the log joint in unconstrained coordinates, ``energy``,
+    ``acceptance_rate``, ``step_size``, ``n_steps``, ``tree_depth`` and ``diverging``.
     """
 
-    def __init__(
-        self,
-        draws: dict[str, Tensor],
-        num_chains: int,
-        divergences: int,
-        r_hat: float,
-        weight_r_hat: float,
-        sample_stats: Mapping[str, np.ndarray] | None = None,
-        **diagnostics: Any,
-    ) -> None:
-        super().__init__(
-            draws,
-            num_chains,
-            r_hat=r_hat,
-            weight_r_hat=weight_r_hat,
-            sample_stats=sample_stats,
-            **diagnostics,
-        )
-        self.divergences = divergences
+    @property
+    def divergences(self) -> int:
+        """The number of divergent transitions after warm-up, over all chains."""
+        return int(self.sample_stats["diverging"].sum())
 
 
 @checked
@@ -101,9 +79,6 @@ def nuts(
     ``numpyro.set_host_device_count(4)`` before the first use of JAX creates four devices. Otherwise they
     run one after another.
 
-    Split R-hat is :math:`\sqrt{(\frac{n-1}{n} V + B) / V}` with the mean variance :math:`V` within half
-    chains of n draws and the variance :math:`B` of their means.
-
     Args:
         model: A ``Classifier``, ``BinaryClassifier``, ``PoissonRegressor`` or ``Regressor`` around a
             Bayesian net of linear layers and activations.
@@ -122,7 +97,7 @@ def nuts(
         The draws by site, in the dtype and on the device of the model, with sampler statistics.
 
     Raises:
-        TypeError: If the model is none of these, or ``x`` or ``y`` is not a tensor.
+        TypeError: If the model is none of these.
         ValueError: If an argument is out of range, ``x`` or ``y`` is not finite, or they are not all
             of the model's data.
         NotImplementedError: If the model has no translation to NumPyro.
@@ -144,7 +119,14 @@ def nuts(
         Analysis, 3rd edition, section 11.4.
     """
     counts = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
-    _check_settings(num_samples, target_accept_prob)
+    if num_samples < 4:
+        raise ValueError(
+            f"`num_samples` must be at least 4, so that R-hat can be computed, but got {num_samples}."
+        )
+    if not 0 < target_accept_prob < 1:
+        raise ValueError(
+            f"`target_accept_prob` must lie between 0 and 1, but got {target_accept_prob!r}."
+        )
     start = time.perf_counter()
     translated = to_numpyro(model)
     _check_data(model, x, y)
@@ -167,59 +149,36 @@ def nuts(
             to_array(y),
             extra_fields=("potential_energy", *_FIELDS),
         )
-        chains = jax.device_get(mcmc.get_samples(group_by_chain=True))
-        functions = [*_function_values(translated.net, chains, to_array(x))]
-        r_hat = _largest_r_hat(functions)
-        stats = _sample_stats(jax.device_get(mcmc.get_extra_fields(group_by_chain=True)))
-    divergences = int(stats["diverging"].sum())
-    if divergences:
+        samples = jax.device_get(mcmc.get_samples(group_by_chain=True))
+        functions = [*_function_values(translated.net, samples, to_array(x))]
+        fields = jax.device_get(mcmc.get_extra_fields(group_by_chain=True))
+    stats = {name: np.array(fields[field]) for field, name in _FIELDS.items()}
+    stats["lp"] = -np.array(fields["potential_energy"])
+    # A tree of depth d has 2^(d-1) to 2^d - 1 steps.
+    stats["tree_depth"] = np.frexp(stats["n_steps"])[1].astype(np.int64)
+    chains = {name: torch.as_tensor(np.array(value)) for name, value in samples.items()}
+    draws = NUTSDraws(
+        {name: chains[name].flatten(0, 1).to(value) for name, value in example.items()},
+        num_chains,
+        sample_stats=stats,
+        **convergence_of(functions, chains.values(), num_chains),
+        seconds=time.perf_counter() - start,
+    )
+    if draws.divergences:
         warn_user(
-            f"{divergences} of {num_chains * num_samples} transitions diverged, so the draws may "
+            f"{draws.divergences} of {num_chains * num_samples} transitions diverged, so the draws may "
             "miss narrow parts of the posterior. Raise `target_accept_prob` above "
             f"{target_accept_prob}, for instance to {1 - (1 - target_accept_prob) / 4:g}.",
             DivergenceWarning,
         )
-    draws = {
-        name: torch.as_tensor(np.array(chains[name]).reshape(-1, *value.shape)).to(value)
-        for name, value in example.items()
-    }
-    weight_r_hat = _largest_r_hat(chains.values())
-    sizes = torch.cat([bulk_ess(torch.as_tensor(np.array(each))).flatten() for each in functions])
-    return NUTSDraws(
-        *(draws, num_chains, divergences, r_hat, weight_r_hat, stats),
-        ess=float(smallest(sizes)),
-        chain_r_hat=np.array([
-            _largest_r_hat(each[[chain]] for each in functions) for chain in range(num_chains)
-        ]),
-        seconds=time.perf_counter() - start,
-    )
-
-
-def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return NumPyro's fields under ArviZ's names."""
-    stats = {name: np.array(fields[field]) for field, name in _FIELDS.items()}
-    # A tree of depth d has 2^(d-1) to 2^d - 1 steps.
-    lp, depth = -np.array(fields["potential_energy"]), np.frexp(stats["n_steps"])[1]
-    return stats | {"lp": lp, "tree_depth": depth.astype(np.int64)}
-
-
-def _check_settings(num_samples: int, target_accept_prob: float) -> None:
-    if num_samples < 4:
-        raise ValueError(
-            f"`num_samples` must be at least 4, so that R-hat can be computed, but got {num_samples}."
-        )
-    if not 0 < target_accept_prob < 1:
-        raise ValueError(
-            f"`target_accept_prob` must lie between 0 and 1, but got {target_accept_prob!r}."
-        )
+    return draws
 
 
 def _check_data(model: Any, x: Tensor, y: Tensor) -> None:
     for name, value in (("x", x), ("y", y)):
         check_tensors(name, value)
         check_no_nan(name, value)
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"`{name}` must be finite, but it holds infinite values.")
+        check_finite(name, value)
     if model.is_num_data_given and model.num_data != len(x):
         raise ValueError(
             f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
@@ -275,17 +234,11 @@ def _chain_method(num_chains: int, progress: bool) -> tuple[Any, bool]:
     return "sequential" if progress else lambda run: jax.jit(partial(jax.lax.map, run)), progress
 
 
-def _function_values(net: JaxNet, chains: dict[str, Any], x: Any) -> Iterator[Any]:
+def _function_values(net: JaxNet, chains: dict[str, Any], x: Any) -> Iterator[Tensor]:
     """Yield net(x), ``(chain, draw, rows, ...)``, for some rows at a time."""
     run = jax.jit(
         lambda sites, rows: jax.lax.map(lambda s: jax.lax.map(lambda v: net(rows, v), s), sites)
     )
     for start in range(0, len(x), _ROWS_AT_A_TIME):
-        yield jax.device_get(run(chains, x[start : start + _ROWS_AT_A_TIME]))
-
-
-def _largest_r_hat(values: Any) -> float:
-    """Return the largest split R-hat of arrays ``(chain, draw, ...)`` without constants."""
-    r_hats = np.concatenate([np.ravel(split_gelman_rubin(value)) for value in values])
-    r_hats = r_hats[~np.isnan(r_hats)]
-    return float(r_hats.max()) if r_hats.size else math.nan
+        values = run(chains, x[start : start + _ROWS_AT_A_TIME])
+        yield torch.as_tensor(np.array(jax.device_get(values)))

@@ -1,20 +1,29 @@
 """The contract of distributions over weights, and random distributions of a class."""
 
+import copy
+import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Normal, constraints, kl_divergence
 
-from pyro_structvi.testing import objects, outputs, weights
-from pyro_structvi.testing.contracts import Contract, fixed_seed, fresh, with_leaves
-from pyro_structvi.testing.subject import Moment, Oracle, Subject
+from pyro_structvi.testing import outputs, weights
+from pyro_structvi.testing.contracts import (
+    Contract,
+    fixed_seed,
+    fresh,
+    is_defined,
+    tensors_of,
+    with_leaves,
+)
+from pyro_structvi.testing.weights import KL, Moment, Subject
 from pyro_structvi.weights.arguments import orthogonal
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
-BEFORE = (objects.check_shapes, objects.check_expand)
-AFTER = (objects.check_copies, objects.check_dtypes, objects.check_in_pyro)
 OF_NUMBERS = (
     weights.check_moments,
     weights.check_draws,
@@ -33,7 +42,7 @@ def check_distribution(
     *,
     covariance: Moment | None = None,
     mean: Moment | None = None,
-    kl: Callable[[Any, Tensor, Tensor], Tensor] | None = None,
+    kl: KL | None = None,
     shared_covariance: Moment | None = None,
 ) -> None:
     r"""Check that a distribution over weights obeys the contract of ``WeightDistribution``.
@@ -66,21 +75,145 @@ def check_distribution(
     """
     with fixed_seed():
         plain = Contract(type(q).__name__)
-        for check in BEFORE:
-            with plain.part(check.__name__.removeprefix("check_")):
+        for check in (_check_shapes, _check_expand):
+            with plain.part(check.__name__.removeprefix("_check_")):
                 check(plain, q)
         exact, leaves = with_leaves(fresh(q), Tensor.double)
         contract = Contract(plain.owner, leaves)
-        oracle = Oracle(covariance, mean, kl, shared_covariance)
         with contract.part("draws"):
-            subject = Subject.of(contract, exact, oracle)
+            subject = Subject.of(contract, exact, covariance, mean, kl, shared_covariance)
         for check_of in OF_NUMBERS:
             with contract.part(check_of.__name__.removeprefix("check_")):
                 check_of(subject)
-        for check in AFTER:
-            with plain.part(check.__name__.removeprefix("check_")):
+        for check in (_check_copies, _check_dtypes, _check_in_pyro):
+            with plain.part(check.__name__.removeprefix("_check_")):
                 check(plain, q)
 
+
+def _check_shapes(contract: Contract, q: Any) -> None:
+    equal = contract.equal
+    shape, length = tuple(q.batch_shape + q.event_shape), q.event_shape.numel()
+    for sample_shape in ((), (5,), (2, 5)):
+        whole = (*sample_shape, *shape)
+        for name in ("rsample", "sample"):
+            got = tuple(getattr(q, name)(torch.Size(sample_shape)).shape)
+            equal(f"`{name}` has shape (*sample, *batch, *event)", got, whole)
+        weight = torch.randn(whole, dtype=q.mean.dtype)
+        matrix = q.as_matrix(weight)
+        rows = (*sample_shape, *q.batch_shape, q.event_shape[0], length // q.event_shape[0])
+        equal("`as_matrix` has shape (..., out, in)", tuple(matrix.shape), rows)
+        contract.close("`as_weight` inverts `as_matrix`", q.as_weight(matrix), weight)
+    equal("`event_dim` counts the dimensions of the weight", q.event_dim, len(q.event_shape))
+    equal("every real tensor is in `support`", bool(q.support.check(q.mean).all()), True)
+
+
+def _check_expand(contract: Contract, q: Any) -> None:
+    """Check that ``expand`` shares memory and commutes with all other members."""
+    batch, dtype = (5, *q.batch_shape), q.mean.dtype
+    if not _has_expand(q):
+        return
+    expanded = q.expand(batch)
+    equal = contract.equal
+    equal("`expand` returns the class of the distribution", type(expanded), type(q))
+    rule = "`expand` has the new batch shape and the old event shape"
+    equal(rule, (tuple(expanded.batch_shape), expanded.event_shape), (batch, q.event_shape))
+    own, others = tensors_of(q), tensors_of(expanded)
+    equal("`expand` keeps all tensors", set(others), set(tensors_of(fresh(q))))
+    for name, (after, _, _) in others.items():
+        before = own[name][0]
+        contract.close(f"`expand` repeats `{name}`", after, before.expand(after.shape), False)
+        equal(f"`expand` shares the memory of `{name}`", _is_shared(after, before), True)
+    value, x = _arguments(q, ())
+    found = _numbers(expanded, value.expand(5, *value.shape), x.unsqueeze(0))
+    close = Contract(contract.owner, dtype=dtype).close
+    for name, number in _numbers(q, value, x).items():
+        close(f"`{name}` commutes with `expand`", found[name], number.expand(5, *number.shape))
+    if not q.batch_shape:
+        twice = q.expand((2, 1)).expand((2, 3)).variance
+        rule = "`expand` enlarges batch dimensions of size one"
+        close(rule, twice, q.variance.expand(2, 3, *q.event_shape))
+
+
+def _arguments(q: Any, lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return a weight, and an input ``(*lead, *ones, in)``, in the dtype of a distribution."""
+    value = torch.randn(q.batch_shape + q.event_shape, dtype=q.mean.dtype)
+    ones = (1 for _ in q.batch_shape)
+    return value, torch.randn(*lead, *ones, q.event_shape[1:].numel(), dtype=q.mean.dtype)
+
+
+def _numbers(q: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """Return all deterministic results of a distribution, by name."""
+    names, image = ("mean", "variance", "covariance_matrix"), q.image(x)
+    found = {name: getattr(q, name) for name in (*names, "stddev", "variance_sum")}
+    found |= {f"image(x).{name}": getattr(image, name) for name in names}
+    if _has_density(q):
+        prior = Normal(torch.tensor(0.3).to(value), torch.tensor(0.7).to(value), False)
+        found |= {"log_prob": q.log_prob(value), "entropy": q.entropy()}
+        found["KL"] = kl_divergence(q, prior.expand(q.batch_shape + q.event_shape))
+    return found
+
+
+def _is_shared(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _has_density(q: Any) -> bool:
+    return is_defined(lambda: (q.log_prob(q.mean), q.entropy()))
+
+
+def _has_expand(q: Any) -> bool:
+    return is_defined(lambda: q.expand((2, *q.batch_shape)))
+
+
+def _check_copies(contract: Contract, q: Any) -> None:
+    """Check deep copies, and pickles if the class can be imported."""
+    copies = [copy.deepcopy(q)]
+    if getattr(sys.modules.get(type(q).__module__), type(q).__qualname__, None) is type(q):
+        copies.append(pickle.loads(pickle.dumps(q)))
+    for twin in copies:
+        own, others = tensors_of(q), tensors_of(twin)
+        contract.equal("a copy has the tensors of the original", set(others), set(own))
+        for name, (value, _, _) in others.items():
+            contract.close(f"a copy has the same `{name}`", value, own[name][0], False)
+            shared = _is_shared(value, own[name][0])
+            contract.equal(f"a copy has separate memory for `{name}`", shared, False)
+
+
+def _check_dtypes(contract: Contract, q: Any) -> None:
+    """Check that results keep dtype and device, and that single precision is close to double."""
+    exact, single = (with_leaves(fresh(q), change)[0] for change in (Tensor.double, Tensor.float))
+    value, x = _arguments(exact, (7,))
+    found = _numbers(single, value.float(), x.float())
+    found |= {"rsample": single.rsample(), "image(x).rsample": single.image(x.float()).rsample()}
+    for name, number in found.items():
+        contract.equal(f"`{name}` keeps the dtype of the arguments", number.dtype, torch.float32)
+    close = Contract(contract.owner, dtype=torch.float32).close
+    for name, number in _numbers(exact, value, x).items():
+        close(f"`{name}` in single precision is close to double", found[name], number, False)
+    meta, _ = with_leaves(fresh(q), lambda tensor: tensor.to("meta"))
+    meta._validate_args = False  # values are not there
+    for name, number in _numbers(meta, *(v.to("meta", q.mean.dtype) for v in (value, x))).items():
+        contract.equal(f"`{name}` stays on the device meta", number.device.type, "meta")
+
+
+def _check_in_pyro(contract: Contract, q: Any) -> None:
+    """Check values at sample sites, and the wrappers of Pyro."""
+    value = pyro.sample("weight", q)
+    contract.equal("a value at a sample site is an ordinary tensor", type(value), Tensor)
+    if not q.batch_shape and _has_expand(q):
+        with pyro.plate("members", 3):
+            value = pyro.sample("weight", q)
+        contract.equal("a plate expands", tuple(value.shape), (3, *q.event_shape))
+    if q.batch_shape and _has_density(q):
+        value = q.sample()
+        density, close = q.log_prob(value), contract.close
+        close("`to_event` sums the density", q.to_event(1).log_prob(value), density.sum(-1))
+        close("`mask` drops the density", q.mask(False).log_prob(value), 0 * density)
+        repeated = q.expand_by([2]).log_prob(value)
+        close("`expand_by` repeats", repeated, density.expand(2, *density.shape))
+
+
+# ---- random distributions ------------------------------------------------------------------------
 
 Shape = tuple[int, ...]
 

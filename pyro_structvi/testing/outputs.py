@@ -1,26 +1,35 @@
 """Rules for the outputs of layers with random weights."""
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_structvi.maps import DenseMap
-from pyro_structvi.testing.layers import Layer, layers_for
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
+from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.testing.noise import draw_with_noise
-from pyro_structvi.testing.subject import Subject
+from pyro_structvi.testing.weights import Subject
 from pyro_structvi.weights.weight_distribution import FactoredWeight
 
+CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
-def _check_output_density(s: Subject, name: str, image: Any, mean: Tensor, cov: Tensor) -> None:
-    """Compare density and entropy of outputs with the dense normal."""
-    batch = len(image.batch_shape)
-    y = torch.randn(mean.shape)
-    dense = MultivariateNormal(mean.flatten(batch), cov)
-    rule, expected = "of {} has the value of the dense normal", dense.log_prob(y.flatten(batch))
-    s.contract.close(f"`log_prob` {rule.format(name)}", image.log_prob(y), expected)
-    s.contract.close(f"`entropy` {rule.format(name)}", image.entropy(), dense.entropy())
+
+def _check_outputs(s: Subject, rule: str, image: Any, mean: Tensor, covariance: Tensor) -> None:
+    """Compare a distribution of outputs with dense moments; the rule has a place for the member."""
+    close, batch = s.contract.close, len(image.batch_shape)
+    variance = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
+    close(rule.format("mean"), image.mean, mean)
+    close(rule.format("variance"), image.variance, variance)
+    close(rule.format("covariance"), image.covariance_matrix, covariance)
+    if s.is_normal:
+        y, dense = torch.randn(mean.shape), MultivariateNormal(mean.flatten(batch), covariance)
+        close(rule.format("`log_prob`"), image.log_prob(y), dense.log_prob(y.flatten(batch)))
+        close(rule.format("`entropy`"), image.entropy(), dense.entropy())
 
 
 def check_image(s: Subject) -> None:
@@ -36,14 +45,8 @@ def check_image(s: Subject) -> None:
         image = q.image(x)
         shapes = image.batch_shape + image.event_shape, image.event_shape
         contract.equal("`image(x)` has the event (out,)", shapes, (mean.shape, torch.Size([out])))
-        contract.close("`image(x)` has the mean of W x", image.mean, mean)
-        diagonal = of_outputs.diagonal(dim1=-2, dim2=-1)
-        contract.close("`image(x)` has the variance of W x", image.variance, diagonal)
-        contract.close("`image(x)` has the covariance of W x", image.covariance_matrix, of_outputs)
-        if s.is_normal:
-            _check_output_density(s, "`image(x)`", image, mean, of_outputs)
-    draw = lambda: q.image(x).rsample()  # noqa: E731
-    s.check_draws("draws of `image(x)`", draw, mean, of_outputs)
+        _check_outputs(s, "`image(x)` has the {} of W x", image, mean, of_outputs)
+    s.check_draws("draws of `image(x)`", lambda: q.image(x).rsample(), mean, of_outputs)
     if not ones and s.is_normal:
         several = of_outputs.expand(2, *of_outputs.shape)
         name = "several draws of `image(x)`"
@@ -58,11 +61,11 @@ def check_image(s: Subject) -> None:
     finite = all(bool(gradient.isfinite().all()) for gradient in found)
     contract.equal("`image` of zeros has finite gradients", finite, True)
     contract.close("`image` of zeros is zero", drawn / 1e6, torch.zeros_like(drawn), False)
-    rule, start = "`image` refuses", f"`x` must have shape (*batch, in) with in = {size}"
-    wrong = torch.zeros(7, size + 1)
-    contract.refuses(f"{rule} an input of another size", lambda: q.image(wrong), start)
-    start = "`x` must have the dtype of"
-    contract.refuses(f"{rule} another dtype", lambda: q.image(x.float()), start)
+    for kind, wrong, start in (
+        ("size", torch.zeros(7, size + 1), f"`x` must have shape (*batch, in) with in = {size}"),
+        ("dtype", x.float(), "`x` must have the dtype of"),
+    ):
+        contract.refuses(f"`image` refuses another {kind}", partial(q.image, wrong), start)
 
 
 def check_spread(s: Subject) -> None:
@@ -84,17 +87,16 @@ def check_rows(s: Subject) -> None:
         return
     index = torch.tensor([[0, s.q.event_shape[0] - 1, 0]])
     rows = s.q.rows(index)
-    if rows is None:
-        return
-    s.contract.close("`rows(index)` has the means of the rows", rows.mean, s.mean[index])
-    variance = s.covariance.diagonal().reshape(s.mean.shape)[index]
-    s.contract.close("`rows(index)` has the variances of the rows", rows.variance, variance)
+    if rows is not None:
+        s.contract.close("`rows(index)` has the means of the rows", rows.mean, s.mean[index])
+        variance = s.covariance.diagonal().reshape(s.mean.shape)[index]
+        s.contract.close("`rows(index)` has the variances of the rows", rows.variance, variance)
 
 
 def check_layers(s: Subject) -> None:
     """Check the outputs of all layers for the shape of the weight."""
     if not s.q.batch_shape:
-        for layer in layers_for(tuple(s.q.event_shape)):
+        for layer in _layers_for(tuple(s.q.event_shape)):
             _check_layer(s, layer)
         return
     matrix, covariance = s.matrices
@@ -105,19 +107,57 @@ def check_layers(s: Subject) -> None:
     s.contract.close(rule, image.covariance_matrix, expected)
 
 
-def _check_layer(s: Subject, layer: Layer) -> None:
+@dataclass(frozen=True)
+class _Layer:
+    """A linear map with an input and a kind of bias."""
+
+    name: str
+    linear_map: LinearMap  # with a joined bias, of the weight without its last column
+    x_shape: tuple[int, ...]
+    bias: Literal["none", "known", "random", "joined"] = "random"
+
+    def of_weight(self, q: Any, x: Tensor) -> tuple[LinearMap, Tensor]:
+        """Return map and input for a distribution of weights."""
+        if self.bias != "joined":
+            return self.linear_map, x
+        if isinstance(q, FactoredWeight):
+            return BiasColumnMap(self.linear_map), x
+        return self.linear_map.join_bias(x)
+
+    def operator(self, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the mean, and the map from vec(W) to them, ``(*batch, E, D)``."""
+        linear_map = BiasColumnMap(self.linear_map) if self.bias == "joined" else self.linear_map
+        units = torch.eye(mean.numel()).reshape(-1, *mean.shape)
+        columns = torch.stack([linear_map(x, unit) for unit in units], -1)
+        outputs = linear_map(x, mean)
+        return outputs, columns.flatten(outputs.dim() - linear_map.event_dim(outputs), -2)
+
+    def places(self, outputs: Tensor, out: int) -> tuple[Tensor, Tensor]:
+        """Return the channel and the position of each of the E elements of an event."""
+        dim, event = (
+            self.linear_map.channel_dim,
+            outputs.shape[-self.linear_map.event_dim(outputs) :],
+        )
+        positions = [*event]
+        positions.pop(dim)
+        position = torch.arange(event.numel() // out).reshape(positions).unsqueeze(dim)
+        channel = torch.arange(out).reshape(-1, *(1 for _ in range(-1 - dim)))
+        return channel.expand(event).flatten(), position.expand(event).flatten()
+
+
+def _check_layer(s: Subject, layer: _Layer) -> None:
     """Check moments, density and draws of a layer's outputs, in each way that the weight offers."""
     q, contract, name = s.q, s.contract, layer.name
     matrix, _ = s.matrices
+    out = len(matrix)
     x = torch.randn(layer.x_shape).requires_grad_()
-    bias, bias_leaves = layer.make_bias(len(matrix))
     linear_map, seen = layer.of_weight(q, x)
     ways = q.ways_to_apply(linear_map, seen)
     contract.equal(f"`ways_to_apply` offers a drawn weight to {name}", "weight" in ways, True)
-    moments = layer.moments(matrix, s.covariance, x, bias_leaves)
-    plain = layer.moments(matrix, s.covariance, x, [])
-    diagonal = plain.covariance.diagonal(dim1=-2, dim2=-1).reshape(plain.mean.shape)
-    found = q.image_variance(linear_map, seen, plain.mean)
+    mean, operator = layer.operator(x, matrix)
+    covariance = operator @ s.covariance @ operator.mT  # of one weight at all positions
+    found = q.image_variance(linear_map, seen, mean)
+    diagonal = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
     contract.close(f"`image_variance` is the variance of {name}", found, diagonal)
     if s.is_normal and isinstance(q, FactoredWeight) and linear_map.groups == 1:
         _, size = draw_with_noise(q.rsample, None)
@@ -128,16 +168,46 @@ def _check_layer(s: Subject, layer: Layer) -> None:
         contract.close(f"`draw_factored` applies one draw in {name}", applied, expected)
     if "outputs" not in ways:
         return
+    channel, position = layer.places(mean, out)
+    loc, scale = torch.randn(out).requires_grad_(), (torch.rand(out) + 0.5).requires_grad_()
+    bias = {"known": loc, "random": MeanFieldNormal(loc, scale)}.get(layer.bias)
+    if bias is not None:
+        mean = mean + loc[channel].reshape(mean.shape[mean.dim() - linear_map.event_dim(mean) :])
+    if layer.bias == "random":
+        covariance = covariance + scale.square().diag()[channel][:, channel]
     image = q.image_under(linear_map, seen, bias)
     found_shape = image.batch_shape + image.event_shape
-    contract.equal(f"the outputs of {name} have their shape", found_shape, moments.mean.shape)
-    shared = None if s.oracle.shared_covariance is None else s.oracle.shared_covariance(q)
-    covariance = moments.expected(q.has_exact_positions, shared, image.covariance_matrix)
-    contract.close(f"outputs of {name} have their mean", image.mean, moments.mean)
-    variance = covariance.diagonal(dim1=-2, dim2=-1).reshape(moments.mean.shape)
-    contract.close(f"outputs of {name} have their variance", image.variance, variance)
-    contract.close(f"outputs of {name} have their covariance", image.covariance_matrix, covariance)
-    if s.is_normal:
-        _check_output_density(s, f"outputs of {name}", image, moments.mean, covariance)
+    contract.equal(f"the outputs of {name} have their shape", found_shape, mean.shape)
+    if not q.has_exact_positions:  # the covariance between positions is that of shared noise
+        between = image.covariance_matrix
+        if s.shared is not None:
+            between = operator @ s.shared @ operator.mT
+        covariance = torch.where(position == position.unsqueeze(-1), covariance, between)
+    _check_outputs(s, f"outputs of {name} have their {{}}", image, mean, covariance)
     draw = lambda: q.image_under(*layer.of_weight(q, x), bias).rsample()  # noqa: E731
-    s.check_draws(f"drawn outputs of {name}", draw, moments.mean, covariance)
+    s.check_draws(f"drawn outputs of {name}", draw, mean, covariance)
+
+
+def _layers_for(event_shape: tuple[int, ...]) -> Iterator[_Layer]:
+    """Give the layers with a weight of this shape."""
+    out, size = event_shape[0], torch.Size(event_shape[1:]).numel()
+    if len(event_shape) == 2:
+        dense = DenseMap()
+        yield _Layer("a dense layer, one input", dense, (size,), "known")
+        yield _Layer("a dense layer", dense, (2, size))
+        yield _Layer("a dense layer with positions", dense, (2, 2, size))
+        yield _Layer("a dense layer on a grid", dense, (1, 2, 1, size), "none")
+        yield _Layer("a dense layer, all independent", DenseMap(positions=False), (2, 2, size))
+        if size > 1:
+            convolution = ConvolutionMap(F.conv1d, (1, size - 1), padding=1)
+            yield _Layer("a dense layer with a joined bias", dense, (1, 2, size - 1), "joined")
+            yield _Layer("a convolution with a joined bias", convolution, (1, 1, size), "joined")
+    if len(event_shape) > 2:
+        channels, *lengths = kernel = event_shape[1:]
+        space = [length + 1 for length in lengths]
+        map_of = partial(ConvolutionMap, CONVOLUTIONS[len(lengths)], kernel)
+        yield _Layer("a convolution", map_of(padding=1, stride=2), (2, channels, *space))
+        yield _Layer("a convolution, one input", map_of(), (channels, *space), "known")
+        if out % 2 == 0:
+            grouped = map_of(groups=2)
+            yield _Layer("a convolution with groups", grouped, (1, 2 * channels, *space))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from pyro_structvi.sites.structured import StructuredGuide
@@ -55,6 +56,7 @@ def variants(
 
 
 ENSEMBLE_U, FULL_U = {"inducing_posterior": "ensemble"}, {"inducing_posterior": "full"}
+SMALL: dict[str, Any] = {"inducing_shape": (3, 2)}
 APART = {"join_bias": False}  # biases
 
 # Guides with a density over weights.
@@ -103,22 +105,14 @@ GUIDES: list[GuideVariant] = [
     ),
     *variants(
         InducingWeightGuide,
-        (
-            "inducing weights, ensemble",
-            TESTS,
-            {"inducing_shape": (3, 2), **ENSEMBLE_U, "ensemble_size": 3},
-        ),
+        ("inducing weights, ensemble", TESTS, {**SMALL, **ENSEMBLE_U, "ensemble_size": 3}),
         ("Ensemble-U", DEMO, {"inducing_shape": (16, 16), **ENSEMBLE_U, "ensemble_size": 5}),
-        ("inducing weights", TESTS, {"inducing_shape": (3, 2)}),
+        ("inducing weights", TESTS, SMALL),
         ("FFG-U", DEMO, {"inducing_shape": (16, 16)}),
         ("FFG-U, 64 x 64", DEMO, {"inducing_shape": (64, 64)}),
         ("inducing 64", BENCHMARKS, {"inducing_shape": (64, 64)}),
         ("inducing 64, drawn", BENCHMARKS, {"inducing_shape": (64, 64), "local_reparam": False}),
-        (
-            "inducing weights, full, not joined",
-            TESTS,
-            {"inducing_shape": (3, 2), **FULL_U, **APART},
-        ),
+        ("inducing weights, full, not joined", TESTS, {**SMALL, **FULL_U, **APART}),
         ("FCG-U", DEMO, {"inducing_shape": (16, 16), **FULL_U, "join_bias": True}),
     ),
     *variants(FullCovarianceGuide, ("full covariance", EVERYWHERE, {})),
@@ -140,16 +134,10 @@ POINTS: list[GuideVariant] = [
 ]
 
 
-def guides_for(place: Place) -> dict[str, GuideVariant]:
-    """Return the guides with a density over weights that a place runs, by name."""
-    return {guide.name: guide for guide in GUIDES if place in guide.used_in}
+def guides_for(place: Place, among: list[GuideVariant] = GUIDES) -> dict[str, GuideVariant]:
+    """Return the guides that a place runs, those with a density over weights by default, by name."""
+    return {guide.name: guide for guide in among if place in guide.used_in}
 
 
-def layered_for(place: Place) -> dict[str, GuideVariant]:
-    """Return the guides with dependent layers that a place runs, by name."""
-    return {guide.name: guide for guide in LAYERED if place in guide.used_in}
-
-
-def points_for(place: Place) -> dict[str, GuideVariant]:
-    """Return the guides of points that a place runs, by name."""
-    return {guide.name: guide for guide in POINTS if place in guide.used_in}
+layered_for = partial(guides_for, among=LAYERED)
+points_for = partial(guides_for, among=POINTS)

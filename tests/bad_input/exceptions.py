@@ -93,7 +93,6 @@ FINE = {
     "detection_scores.*": "longer, wider, float32",
     "plot_coverage.num_examples": "huge",
     "plot_importance.log_weights": "list, numpy, whole, float32, longer, wider",
-    "plot_elbo.smooth": "huge",
     # The number of classes is known with the net's output; booleans are the classes 0 and 1.
     "Classifier.class_weights": "empty, longer, wider, float32",
     "*Classifier.forward.y": "true",
@@ -105,7 +104,6 @@ FINE = {
     "plot_scale_matrix.scale": "numpy, whole, float32, longer, wider",
     "plot_band.scale": "list, numpy, whole, float32, zero",
     "plot_band.widths": "fractions, huge",
-    "plot_*.start": "zero",
     # what the function is there to answer
     "estimate_memory.rank": "huge",
     # names that nothing can know yet, or that are any text

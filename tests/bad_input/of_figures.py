@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 import pyro_structvi as ps
 from pyro_structvi import infer
@@ -67,9 +66,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "plot_elbo": lambda: {
         "history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0]),
-        "kl_by_site": {"net.0.weight": torch.randn(2)},
-        "smooth": 2,
     },
     "plot_importance": lambda: {"log_weights": torch.randn(SIZE)},
-    "plot_scale_matrix": lambda: {"scale": positive(4, 3), "axes": [*Figure().subplots(1, 3)]},
+    "plot_scale_matrix": lambda: {"scale": positive(4, 3)},
 }

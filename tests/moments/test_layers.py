@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_structvi.moments import RandomTensor, Settings
-from pyro_structvi.moments.pooling import maximum_of_two
+from pyro_structvi.moments.layers import maximum_of_two
 from tests.moments.signs import random_input
 
 # ---- maxima --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ TESTS = {
     "structures/global_inducing": ("guides/test_global_inducing*",),
     "weights": (CONTRACT, "distributions/test_declared_arguments", "lazy/test_*"),
     "maps": ("maps/test_*", "lazy/test_lazy_weight", "lazy/test_embedding"),
-    "infer": ("infer/test_elbo*", "infer/test_vectorized_particles"),
+    "infer": ("infer/test_elbo*", "infer/test_schedules", "infer/test_vectorized_particles"),
     "dropout": ("guides/test_points",),
     "ensemble": ("distributions/test_point_mixture", "guides/test_points"),
     "full_covariance": ("distributions/test_full",),

@@ -26,19 +26,17 @@ def test_bands_are_the_mean_and_multiples_of_the_scale():
 
 
 def test_bands_by_their_ends_with_data_and_truth():
-    lower, upper = MEAN - np.array([[1.0], [0.5]]), MEAN + np.array([[2.0], [0.25]])
+    lower, upper = MEAN - 1.0, MEAN + 2.0
     truth, points = MEAN + 0.1, ([0.5, 2.0], [7.0, 8.0])
     ax = plot_band(
         X, MEAN, lower=lower, upper=upper, data_x=points[0], data_y=points[1], truth=truth
     )
-    *bands, data = ax.collections
-    for band, low, high in zip(bands, lower, upper, strict=True):
-        np.testing.assert_allclose(ends(band), (low, high))
+    band, data = ax.collections
+    np.testing.assert_allclose(ends(band), (lower, upper))
     np.testing.assert_array_equal(data.get_offsets(), np.transpose(points))
     np.testing.assert_array_equal(ax.lines[1].get_ydata(), truth)
     texts = [text.get_text() for text in ax.get_legend().get_texts()]
     assert texts == ["mean", "truth", "data"]
-    assert len(plot_band(X, MEAN, lower=lower[0], upper=upper[0]).collections) == 1
 
 
 WRONG = (
@@ -50,7 +48,6 @@ WRONG = (
     ({"scale": SCALE, "widths": ()}, "`widths` must hold at least one number, all positive"),
     ({"scale": SCALE, "widths": (0.0,)}, "`widths` must hold at least one number"),
     ({"lower": MEAN, "upper": MEAN - 1}, "`lower` must be at most `upper`"),
-    ({"lower": np.stack([MEAN, MEAN]), "upper": MEAN}, "as many bands, but got 2 and 1"),
     ({"scale": SCALE, "data_x": X}, "`data_x` and `data_y` must be given together"),
     ({"scale": SCALE, "data_x": X, "data_y": X[:1]}, "`data_x` and `data_y` must have as many"),
     ({"scale": SCALE, "truth": X[:1]}, "`x` and `truth` must have as many values"),

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from pyro_structvi.plots import plot_scale_matrix
 
@@ -30,15 +29,6 @@ def test_panels_are_the_matrix_and_its_best_approximations():
     assert {image.get_clim() for image in images} == {images[0].get_clim()}
     np.testing.assert_allclose(images[0].get_clim(), np.quantile(matrix, [0.005, 0.995]))
     assert panels[0].figure.axes[-1].get_ylabel().startswith("standard deviation")
-
-
-def test_panels_of_the_users():
-    axes = list(Figure().subplots(2, 2).flat)
-    assert plot_scale_matrix(near_rank_one(), (1, 2, 3), axes) == axes
-    with pytest.raises(ValueError, match="`axes` must hold 3 axes, but got 4"):
-        plot_scale_matrix(near_rank_one(), (1, 2), axes)
-    with pytest.raises(ValueError, match="`axes` must be of one figure"):
-        plot_scale_matrix(near_rank_one(), (1,), [axes[0], Figure().subplots()])
 
 
 def test_other_ranks_and_standard_deviations_are_refused():

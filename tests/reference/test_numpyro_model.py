@@ -286,7 +286,7 @@ def test_a_bayesian_net_inside_a_plain_module_is_translated():
 
 
 def test_a_prior_that_is_the_same_for_all_weights_is_stored_once():
-    arguments = to_numpyro(make_regressor(make_mlp())).priors["net.0.weight"].arguments
+    arguments = to_numpyro(make_regressor(make_mlp())).priors["net.0.weight"].keywords
     assert {name: value.size for name, value in arguments.items()} == {"loc": 1, "scale": 1}
 
 
