@@ -57,7 +57,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["low rank", "inducing weights", "ensemble"])
+@pytest.mark.parametrize("name", ["low rank", "inducing weights", "inducing weights, ensemble"])
 def test_a_captured_step_is_that_of_svi(name, as_on_a_gpu):
     def make():
         model = make_regressor()
@@ -288,7 +288,7 @@ def test_nothing_of_a_step_is_kept():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["mean field", "k-tied", "low rank", "inducing weights", "ensemble"]
+    "name", ["mean field", "k-tied", "low rank", "inducing weights", "inducing weights, ensemble"]
 )
 def test_a_cuda_graph_gives_what_svi_gives(name):
     def make():

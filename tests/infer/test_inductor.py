@@ -37,7 +37,13 @@ def make_guided(name):
 BY_INDUCTOR = {
     **{
         name: lambda name=name: make_guided(name)
-        for name in ("mean field", "k-tied", "low rank", "inducing weights", "ensemble")
+        for name in (
+            "mean field",
+            "k-tied",
+            "low rank",
+            "inducing weights",
+            "inducing weights, ensemble",
+        )
     },
     "images": make_with_images,
 }
