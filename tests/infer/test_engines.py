@@ -242,7 +242,7 @@ def test_arguments_that_cannot_be_compared_leave_steps_eager():
 
 def test_many_kinds_leave_steps_eager():
     model = make_regressor(40)
-    data = [tuple(value[:size] for value in regression_data(40)) for size in range(7, 40)]
+    data = [tuple(value[:size] for value in regression_data(40)) for size in range(5, 40)]
     history = ps.fit(model, ps.KTiedGuide(model), data, num_epochs=5, progress=False)
     assert ways(history) == ["eager"]
     assert "more than 32 kinds" in history.compilation[0]

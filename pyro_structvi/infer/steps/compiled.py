@@ -157,6 +157,7 @@ class CompiledStep(EagerStep):
         self._stored: list[str] = []  # names of parameters in Pyro's store
         self.kinds: dict[Hashable, ReplayedStep] = {}
         self._uncompiled: set[Hashable] = set()  # calls that have fallen back
+        self._reasons: set[str] = set()  # why
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return its numbers.
@@ -296,8 +297,14 @@ class CompiledStep(EagerStep):
             raise NotCompiledError(f"This step cannot be compiled: {step.refusal}.") from error
 
     def _fall_back(self, call: Call, reason: str) -> None:
-        warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
+        """Take steps with such arguments eagerly from now on, and say each reason once."""
         self._uncompiled.add(call.key)
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
 
     def _state(self) -> Hashable:
         """Return everything that a step depends on, apart from its arguments and values of tensors."""

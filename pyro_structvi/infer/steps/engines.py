@@ -85,7 +85,7 @@ class AutoStep(CompiledStep):
             call = Call(args, kwargs)
         except TypeError as error:
             self._is_off = True
-            self._note(f"eager: {error}")
+            self._say(str(error))
             return self.take_eagerly(args, kwargs)
         return self.take_call(call)
 
@@ -159,8 +159,7 @@ class AutoStep(CompiledStep):
         times.way, times.is_settled = "traced", True
         self._note(f"not compiled: {reason}")
 
-    def _fall_back(self, call: Call, reason: str) -> None:
-        self._uncompiled.add(call.key)
+    def _say(self, reason: str) -> None:
         self._note(f"eager: {reason}")
 
     def _note(self, text: str) -> None:
