@@ -23,7 +23,7 @@ import pyro_structvi as ps
 from benchmarks.choices import CHOICES
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck
+from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.testing import guides_for, layered_for, points_for
 
@@ -107,10 +107,9 @@ def step_of_fit(
 ) -> Callable[[], float]:
     """As ``fit`` does it, with its optimizer, once it has traced a step or compiled it by a backend."""
     guide.initialize(x, y)
-    loss = CheckedLoss(model, guide, ps.StructuredELBO())
+    loss = Loss(model, guide, ps.StructuredELBO())
     optimizer = OneOptimizer(ps.StructuredAdam([*loss.trained.values()], guide, lr=1e-4))
-    check = FiniteCheck(loss, optimizer)
-    step = CompiledStep(loss, optimizer, check, backend=backend, watches=False)
+    step = CompiledStep(loss, optimizer, backend=backend, watches=False)
     return lambda: step(x, y).loss
 
 

@@ -13,7 +13,6 @@ from pyro.nn.module import _Context, _PyroModuleMeta
 from pyro.optim import PyroOptim
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
-from pyro.poutine.subsample_messenger import _Subsample
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
 
@@ -225,18 +224,6 @@ def stored_parameter(name: str) -> Tensor | None:
     """Return the unconstrained parameter that Pyro's store has under a name, or None."""
     parameter: Tensor | None = _PYRO_PARAM_STORE._params.get(name)
     return parameter
-
-
-# ---- subsamples ---------------------------------------------------------------------------------------
-
-
-def random_subsample(message: dict[str, Any]) -> Callable[[], Tensor] | None:
-    """Return how a plate draws the subsample that a message asks for; None for any other message."""
-    draw = message["fn"]
-    if not isinstance(draw, _Subsample) or message["value"] is not None:
-        return None
-    is_random = draw.subsample_size is not None and draw.subsample_size < draw.size
-    return draw if is_random else None
 
 
 # ---- optimizers ---------------------------------------------------------------------------------------

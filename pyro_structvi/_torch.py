@@ -240,19 +240,17 @@ def fast_call(operation: Any) -> Callable[..., Any]:
     return run
 
 
-def by_inductor(
-    graph: fx.GraphModule, inputs: Sequence[Tensor], channels_last: bool
-) -> Callable[..., Any]:
+def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Compile a graph of operations, which changes, for tensors of the very sizes of these.
 
-    Draws stay torch's own. ``torch.compile`` would read the graph as a user's code, and look at inputs
-    in each call, and inductor at sizes: that would be much of a small net's step. On the CPU what calls
-    kernels is compiled, too, and images are laid channels-last only where that is asked for.
+    Draws stay torch's own, and images stay as they lie. ``torch.compile`` would read the graph as a
+    user's code, and look at inputs in each call, and inductor at sizes: that would be much of a small
+    net's step. On the CPU what calls kernels is compiled, too.
     """
     options = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
     if all(value.device.type == "cpu" for value in inputs):
         options |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-        options["layout_optimization"] = channels_last
+        options["layout_optimization"] = False
     with torch.no_grad(), warnings.catch_warnings(), _errors_only("torch._inductor.ir"):
         for kind in (FutureWarning, DeprecationWarning):  # of torch about torch
             warnings.simplefilter("ignore", kind)
@@ -300,11 +298,6 @@ def is_profiler_mark(operation: Any) -> bool:
 def is_random(operation: Any) -> bool:
     """Whether an operation of torch's dispatcher draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
-
-
-def keep_from_warning(optimizer: torch.optim.Optimizer) -> None:
-    """Keep an optimizer that can be captured from warning of each step without a capture."""
-    optimizer._warned_capturable_if_run_uncaptured = True
 
 
 def norm_of(tensors: Sequence[Tensor], for_compilers: bool = False) -> Tensor:

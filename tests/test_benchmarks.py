@@ -162,7 +162,7 @@ def test_all_is_compiled_after_the_warm_up(title, monkeypatch):
     for _ in range(method.warm_up):
         method.step()
     monkeypatch.setattr(_torch, "by_inductor", None)
-    monkeypatch.setattr(ReplayedStep, "_make_record", None)
+    monkeypatch.setattr(ReplayedStep, "_make_records", None)
     with torch.compiler.set_stance("fail_on_recompile"):
         method.step()
 

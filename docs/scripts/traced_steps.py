@@ -19,7 +19,7 @@ from benchmarks.nets import NETS, Net
 from benchmarks.tables import markdown
 from pyro_structvi.infer.steps.compiled import CompiledStep, EagerStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Call, CheckedLoss, FiniteCheck
+from pyro_structvi.infer.steps.step import Call, Loss
 from pyro_structvi.testing import guides_for
 
 COLUMNS = ["operations", "ordinary", "tracing, s", "traced"]
@@ -49,10 +49,10 @@ def measure(net: Net, make_guide: Callable[[Any], Any], rounds: int, compiles: b
     model = ps.Classifier(ps.bayesianize(net.make(), prior=1.0), num_data=len(x))
     guide = make_guide(model)
     guide.initialize(x, y)
-    loss = CheckedLoss(model, guide, ps.StructuredELBO())
+    loss = Loss(model, guide, ps.StructuredELBO())
     optimizer = OneOptimizer(ps.StructuredAdam(loss.trained.values(), guide, lr=1e-4))
-    parts = loss, optimizer, FiniteCheck(loss, optimizer)
-    eager, engine = EagerStep(*parts), CompiledStep(*parts, watches=False, backend=None)
+    eager = EagerStep(loss, optimizer)
+    engine = CompiledStep(loss, optimizer, watches=False, backend=None)
     ordinary = median(lambda: eager(x, y), rounds)
     engine(x, y)
     tracing = seconds(lambda: engine(x, y))

@@ -3,15 +3,13 @@
 from typing import Any
 
 import torch
-from pyro.infer import ELBO
-from pyro.infer.util import torch_item
 from pyro.optim import PyroOptim
 
 from pyro_structvi._checks import Program, checked
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck, Loss
+from pyro_structvi.infer.steps.step import Loss
 
 
 class CompiledSVI:
@@ -21,9 +19,8 @@ class CompiledSVI:
     guide, ELBO, gradients and update become a list of tensor operations. The record and, in the third
     step, its replay must have the ordinary step's loss up to rounding, and draw as many random numbers.
     Later steps replay the record: on the CPU compiled by inductor, which takes some seconds; on a GPU as
-    a CUDA graph, after three steps that warm it up. The CUDA graph holds the optimizer's update, too,
-    without ``check_finite``. All steps are real ones and draw the noise of ``SVI``, so the losses are
-    the same up to rounding.
+    a CUDA graph. All steps are real ones and draw the noise of ``SVI``, so the losses are the same up to
+    rounding. A fused optimizer is part of the record, others run in Python.
 
     Python's decisions are made once for each combination of shapes, dtypes, other arguments, modules
     with their parameters, buffers and training modes, and autocast. An ``if`` on a counter is a constant
@@ -35,14 +32,12 @@ class CompiledSVI:
         guide: The guide.
         optim: A Pyro optimizer such as ``pyro.optim.Adam({"lr": 1e-3})``, which becomes one fused torch
             optimizer; or a torch optimizer with its parameters.
-        loss: A :class:`StructuredELBO`; with ``fallback`` any ELBO of Pyro.
+        loss: A :class:`StructuredELBO`.
         backend: A backend of ``torch.compile``, or None to run the recorded operations one by one, which
             needs no compiler. "auto" is "inductor" on the CPU, which needs a C++ compiler; it is None on
             a GPU and for LSTM layers, which inductor does not take.
         fallback: Whether a step that cannot be compiled runs as in ``SVI``, with a
             :class:`CompileFallbackWarning`, instead of raising.
-        check_finite: Whether loss and gradients are checked before each update, as in ``fit``. Without
-            it a CUDA graph holds the update, too, and a NaN in the data spreads to all parameters.
 
     Raises:
         TypeError: If ``optim`` or ``loss`` is of the wrong kind.
@@ -68,22 +63,14 @@ class CompiledSVI:
         model: Program,
         guide: Program,
         optim: PyroOptim | torch.optim.Optimizer,
-        loss: ELBO,
+        loss: StructuredELBO,
         *,
         backend: str | None = "auto",
         fallback: bool = False,
-        check_finite: bool = True,
     ) -> None:
-        if not isinstance(loss, StructuredELBO) and not (fallback and isinstance(loss, ELBO)):
-            raise TypeError(
-                f"`loss` must be a StructuredELBO, but got {type(loss).__name__}, which is not known to "
-                "leave tensors' values unread. Write `loss=StructuredELBO()`, or use `pyro.infer.SVI`."
-            )
         self.model, self.guide, self.loss = model, guide, loss
-        optimizer = OneOptimizer(optim)
-        own = (CheckedLoss if check_finite else Loss)(model, guide, loss)
-        check = FiniteCheck(own, optimizer) if check_finite else None
-        self._step = CompiledStep(own, optimizer, check, backend=backend, fallback=fallback)
+        own = Loss(model, guide, loss)
+        self._step = CompiledStep(own, OneOptimizer(optim), backend=backend, fallback=fallback)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -118,5 +105,4 @@ class CompiledSVI:
             *args: Arguments of model and guide.
             **kwargs: Their keyword arguments.
         """
-        with torch.no_grad():
-            return float(torch_item(self.loss.loss(self.model, self.guide, *args, **kwargs)))
+        return self.loss.loss(self.model, self.guide, *args, **kwargs)

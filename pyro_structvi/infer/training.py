@@ -36,7 +36,7 @@ from pyro_structvi.infer.data_warnings import (
 from pyro_structvi.infer.elbo import CosineDecay, LinearAnnealing, Schedule, StructuredELBO
 from pyro_structvi.infer.steps.engines import Compiled, engine_of_fit, may_change_modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck, History, StepTerms
+from pyro_structvi.infer.steps.step import History, Loss, StepTerms
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.validation import Measurements, Validation
 from pyro_structvi.sites.structured import StructuredGuide
@@ -140,7 +140,7 @@ def fit(
     total = _count_steps(num_steps, num_epochs, len(loader))
     file.check_total(total)
     set_num_data(model, guide, num_examples(loader))
-    loss = CheckedLoss(model, guide, objective_of(elbo, kl_weight, total))
+    loss = Loss(model, guide, objective_of(elbo, kl_weight, total))
     measured = None if validation is None else Measurements(validation, loss, batch_size, device)
     feed = Feed(loader, device, file.place["epoch"], file.place["taken"])
     with _training_mode(model, guide):
@@ -161,7 +161,7 @@ def fit(
         watches = measured is not None or not isinstance(loader, TensorBatches)
         watches = watches or any(map(may_change_modules, (lr, loss.elbo.kl_weight)))
         engine = engine_of_fit(compiled, total - run.done, checkpoint is not None, watches)
-        step = engine(loss, run.optimizer, FiniteCheck(loss, run.optimizer))
+        step = engine(loss, run.optimizer)
         step.notes = run.history.compilation
         with tqdm(desc="fit", total=total, initial=run.done, disable=not progress) as bar:
             _train(step, run, file, bar)

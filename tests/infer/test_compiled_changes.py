@@ -8,6 +8,8 @@ from pyro.infer import SVI
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.infer import CompileFallbackWarning
+from pyro_structvi.infer.steps.compiled import MOST_KINDS
 from pyro_structvi.infer.steps.step import Call
 from tests.infer.compiled_steps import adam, assert_same, function_pair, make_k_tied, train
 from tests.models import regression_data
@@ -161,7 +163,8 @@ def test_many_kinds_of_steps_are_said():
     )
     x, y = regression_data()
     guide.initialize(x, y)
-    for number in range(15):
+    for number in range(MOST_KINDS):
         svi.step(x, y, 1.0 + number)
-    with pytest.warns(UserWarning, match="16 kinds of steps have been compiled"):
+    with pytest.warns(CompileFallbackWarning, match=f"more than {MOST_KINDS} kinds of steps"):
         svi.step(x, y, 0.5)
+    assert len(svi._step.kinds) == MOST_KINDS

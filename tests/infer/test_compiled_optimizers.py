@@ -117,7 +117,7 @@ def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_gu
                 optimizer.zero_grad()
                 elbo.differentiable_loss(model, guide, *data).backward()
                 optimizer.step()
-        assert not compiled or all(each.replays_update for each in svi._step.kinds.values())
+        assert not compiled or all(each.updates for each in svi._step.kinds.values())
         return dict(guide.state_dict()), optimizer.state_dict()["state"]
 
     torch.testing.assert_close(steps(compiled=True), steps(compiled=False), rtol=1e-9, atol=1e-12)
@@ -160,7 +160,7 @@ def test_hooks_of_an_optimizer_run_in_every_step(hook):
     svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=None)
     for number in range(12):
         if number == 4:
-            assert [step.replays_update for step in svi._step.kinds.values()] == [True]
+            assert [step.updates for step in svi._step.kinds.values()] == [True]
             getattr(optimizer, hook)(lambda *args: calls.append(args))
         svi.step(*data)
     assert len(calls) == 8

@@ -58,7 +58,7 @@ def test_a_record_is_the_layer(trains):
 
     x, other = torch.randn(2, 5, 2, 3, dtype=torch.float32).unbind()
     record = Record(differentiate, [x])
-    names = [str(operation.function) for operation in record._operations]
+    names = [str(operation) for operation in record.operations]
     assert "aten.mkldnn_rnn_layer.default" in names
     expected = differentiate(other)
     torch.testing.assert_close(record([other]), expected, rtol=0, atol=0)

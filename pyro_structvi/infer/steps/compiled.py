@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
@@ -13,48 +14,98 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import shape_text, warn_user
-from pyro_structvi._pyro import stored_parameter
+from pyro_structvi._pyro import ONE_THREAD, stored_parameter
 from pyro_structvi.infer.batches import Arguments
-from pyro_structvi.infer.steps.modules import generators_of
+from pyro_structvi.infer.steps.modules import Modules, generators_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.recording import Outputs, explain
+from pyro_structvi.infer.steps.recording import explain
 from pyro_structvi.infer.steps.replayed import ReplayedStep
-from pyro_structvi.infer.steps.step import Call, Check, Loss, Step, SubsampleRecorder, numbers_of
+from pyro_structvi.infer.steps.step import Call, Loss, StepTerms, error_of, numbers_of
 from pyro_structvi.infer.terms import ELBOTerms
 
+MOST_KINDS = 32
 
-class EagerStep(Step):
-    """A step of ``SVI`` with one optimizer; a Pyro optimizer adopts the parameters of each step."""
+
+class EagerStep:
+    """A step of ``SVI`` with one optimizer; a Pyro optimizer adopts the parameters of each step.
+
+    Args:
+        loss: The loss.
+        optimizer: The optimizer.
+
+    Attributes:
+        notes: Notes on tracing and compilation, with steps and reasons.
+    """
+
+    def __init__(self, loss: Loss, optimizer: OneOptimizer) -> None:
+        self.loss, self.optimizer = loss, optimizer
+        self.notes: list[str] = []
+        self._modules = Modules(loss.parts)
+        self._numbers = torch.zeros(4)  # of the last eager step, on this rank
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepTerms:
+        """Take a step and count it for the schedule of the KL weight.
+
+        On an error parameters and buffers stay as they were.
+        """
+        weight = self.loss.elbo.current_kl_weight
+        self.optimizer.check_rates()
+        try:
+            with ONE_THREAD, self._modules.buffers_kept_on_error():
+                loss, likelihood, kl, _ = self.take(args, kwargs)
+        except Exception:
+            self.loss.zero_grad()
+            self.optimizer.forget_gradients()
+            raise
+        self.loss.elbo.advance()
+        return StepTerms(loss, likelihood, kl, weight)
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step that is not counted; return its numbers."""
-        if self.optimizer.is_pyros:
-            with poutine.trace(param_only=True) as capture:
-                loss, terms = self._differentiate(args, kwargs)
+        """Take a step that is not counted; return the numbers of :func:`numbers_of`."""
+        return self.take_eagerly(args, kwargs)
+
+    def take_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+        """Take a step by Python that is not counted; return its numbers."""
+        is_pyros = self.optimizer.is_pyros
+        with poutine.trace(param_only=True) if is_pyros else nullcontext() as capture:
+            loss, terms = self.loss(*args, **kwargs)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+        if capture is not None and isinstance(terms, ELBOTerms):
             met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
-            if isinstance(terms, ELBOTerms):
-                self.optimizer.adopt(dict.fromkeys(met))
-        else:
-            loss, terms = self._differentiate(args, kwargs)
-        numbers = numbers_of(loss, terms, [p.grad for p in self.optimizer.parameters])
-        if not self.loss.is_structured:
-            numbers[1:3] = math.nan
-        return self._update((args, kwargs), numbers, terms)
+            self.optimizer.adopt(dict.fromkeys(met))
+        elif isinstance(terms, ELBOTerms):
+            self._refuse_other_parameters()
+        gradients = [parameter.grad for parameter in self.optimizer.parameters]
+        self._numbers = numbers_of(loss, terms, gradients)
+        read = self._read((args, kwargs), self._numbers, terms)
+        self.optimizer.step()
+        return read
 
-    def _differentiate(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, ELBOTerms | ValueError]:
-        """Give the parameters their gradients; return the loss and its terms."""
-        if not self.loss.is_structured:
-            loss = self.loss.elbo.loss_and_grads(*self.loss.parts, *args, **kwargs)
-            return torch.tensor(float(loss)), ELBOTerms({}, {})
-        loss, terms = self.loss(*args, **kwargs)
-        if loss.requires_grad:
-            torch.autograd.backward(loss)
-        return loss, terms
+    def _read(
+        self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
+    ) -> list[float]:
+        """Return the numbers of a step, with the gradients set and before the update.
 
+        Raises:
+            FloatingPointError: If a term or a gradient is not finite.
+            ValueError: If a distribution refused a value that is finite.
+        """
+        read: list[float] = numbers.tolist()
+        if not math.isfinite(sum(read[1:])):
+            raise error_of(self.loss, self.optimizer.parameters, batch, terms)
+        return read
 
-MANY_KINDS = 16
+    def _refuse_other_parameters(self) -> None:
+        untouched = [p for p in self.optimizer.parameters if p.requires_grad and p.grad is None]
+        own = {id(tensor) for tensor in self._modules.tensors()} if untouched else ()
+        foreign = [shape_text(p.shape) for p in untouched if id(p) not in own]
+        if foreign:
+            raise ValueError(
+                f"`optim` must train parameters of model and guide, but {len(foreign)} of its "
+                f"parameters, of shapes {foreign[:3]}, belong to neither. Make it of "
+                "`guide.parameters()`, and of `model.parameters()` if there are point estimates."
+            )
 
 
 class CompileFallbackWarning(UserWarning):
@@ -69,7 +120,7 @@ class _UndoneError(Exception):
     """A step must be undone."""
 
 
-class CompiledStep(Step):
+class CompiledStep(EagerStep):
     """Records the second step of each kind of call, and replays it from the fourth step on.
 
     The second and the third step are eager ones, compared with the record and with its replay. A record
@@ -78,14 +129,12 @@ class CompiledStep(Step):
     Args:
         loss: The loss.
         optimizer: The optimizer.
-        check: See :class:`Step`.
         backend: A backend of ``torch.compile``, None, or "auto".
         fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
         watches: Whether other code may change model and guide between steps.
         is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.
 
     Attributes:
-        eager: The engine of eager steps.
         kinds: The recorded steps, by arguments, the state of model and guide, and a number for those
             that differ in the values that Python reads.
     """
@@ -94,37 +143,38 @@ class CompiledStep(Step):
         self,
         loss: Loss,
         optimizer: OneOptimizer,
-        check: Check | None = None,
         *,
         backend: str | None = "auto",
         fallback: bool = False,
         watches: bool = True,
         is_exact: bool = False,
     ) -> None:
-        super().__init__(loss, optimizer, check)
+        super().__init__(loss, optimizer)
+        self._backend, self._fallback = backend, fallback
         self._watches, self._is_exact = watches, is_exact
-        self._numbers = torch.zeros(4)  # of the last eager step, on this rank
         self._last_state: Hashable = None
         self._has_replayed = False  # whether the last step ran no Python but this package's
-        self.eager = EagerStep(loss, optimizer, self._check_first)
-        self._backend, self._fallback = backend, fallback
         self._stored: list[str] = []  # names of parameters in Pyro's store
         self.kinds: dict[Hashable, ReplayedStep] = {}
         self._uncompiled: set[Hashable] = set()  # calls that have fallen back
-        self._drawing_in_python: set[Hashable] = set()
+        self._reasons: set[str] = set()  # why
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return its numbers.
 
         Raises:
             RuntimeError: If the step cannot be compiled; nothing has changed.
+            TypeError: If an argument is neither a tensor nor hashable.
         """
-        call = Call(args, kwargs)
+        return self.take_call(Call(args, kwargs))
+
+    def take_call(self, call: Call) -> list[float]:
+        """Take a step with arguments that can be compared."""
         if call.key in self._uncompiled:
-            return self.eager.take(args, kwargs)
+            return self.take_eagerly(call.args, call.kwargs)
         step = self.kind_of(call)
         if step is None:
-            return self.take_first(call)
+            return self._take_first(call)
         try:
             return self.replay(step, call)
         except NotCompiledError as error:
@@ -133,12 +183,10 @@ class CompiledStep(Step):
                     f"{error} Pass `fallback=True` to go on without."
                 ) from error.__cause__
             self._fall_back(call, str(error))
-        return self.eager.take(args, kwargs)
+        return self.take_eagerly(call.args, call.kwargs)
 
     def kind_of(self, call: Call) -> ReplayedStep | None:
         """Return the recorded step for a call, or None if it is the first call of its kind."""
-        if self.optimizer.was_loaded():
-            self.kinds.clear()
         if self._watches or not self._has_replayed:
             self._last_state = self._state()
         self._has_replayed = False
@@ -148,57 +196,36 @@ class CompiledStep(Step):
                 break
         return step
 
-    def take_first(self, call: Call) -> list[float]:
-        """Take the first step of a kind eagerly, and find parameters and plates."""
+    def _take_first(self, call: Call) -> list[float]:
+        """Take the first step of a kind eagerly, and find the parameters."""
+        if len(self.kinds) == MOST_KINDS:
+            self._fall_back(
+                call,
+                f"There are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and "
+                "values that Python reads. Pass numbers that change as tensors, and pad what has many "
+                "sizes.",
+            )
+            return self.take_eagerly(call.args, call.kwargs)
         generators = _python_generators()
-        with poutine.trace(param_only=True) as capture, SubsampleRecorder() as recorder:
-            numbers = self.eager.take(call.args, call.kwargs)
-        if _python_generators() != generators:
-            self._drawing_in_python.add(call.key)
+        with poutine.trace(param_only=True) as capture:
+            numbers = self.take_eagerly(call.args, call.kwargs)
         self.loss.zero_grad()  # also of parameters that the optimizer does not train
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
-        self.optimizer.was_loaded()
-        if not self.loss.is_structured:
-            self._fall_back(call, f"{type(self.loss.elbo).__name__} cannot be compiled.")
-            return numbers
-        checks = self._check is not None
-        alone = not self.optimizer.runs_hooks
-        updates = alone and (not checks or self.optimizer.can_skip)
-        step = ReplayedStep(
-            self.loss, self.optimizer, recorder.draws, self._backend, updates, checks
-        )
-        step.keeps = [*self._modules.parts(), *map(stored_parameter, self._stored)]
+        step = ReplayedStep(self.loss, self.optimizer, self._backend)
+        step.keeps = [
+            *self._modules.parts(),
+            self.optimizer.groups,
+            *map(stored_parameter, self._stored),
+        ]
+        if _python_generators() != generators:
+            step.refusal = (
+                "it draws random numbers by Python's `random` or by NumPy, and would repeat what it "
+                "has drawn once; draw them by torch"
+            )
         state = self._state()  # now that the parameters are known
         keys = ((call.key, state, number) for number in count())
         self.kinds[next(key for key in keys if key not in self.kinds)] = step
-        if len(self.kinds) == MANY_KINDS:
-            warn_user(
-                f"{MANY_KINDS} kinds of steps have been compiled, by shapes, arguments, modes and "
-                "values that Python reads. Pass numbers that change as tensors, and pad what has many "
-                "sizes.",
-                UserWarning,
-            )
         return numbers
-
-    def _check_first(
-        self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
-    ) -> list[float]:
-        """Refuse an optimizer of other parameters, then check the numbers."""
-        self._numbers = numbers
-        own = self._modules.tensors()
-        foreign = [
-            parameter
-            for parameter in self.optimizer.parameters
-            if parameter.requires_grad and parameter.grad is None and id(parameter) not in own
-        ]
-        if foreign and not self.optimizer.is_pyros and isinstance(terms, ELBOTerms):
-            shapes = [shape_text(parameter.shape) for parameter in foreign]
-            raise ValueError(
-                f"`optim` must train parameters of model and guide, but {len(foreign)} of its "
-                f"parameters, of shapes {shapes[:3]}, belong to neither. Make it of "
-                "`guide.parameters()`, and of `model.parameters()` if there are point estimates."
-            )
-        return self._read(batch, numbers, terms)
 
     def replay(self, step: ReplayedStep, call: Call) -> list[float]:
         """Replay a step of a known kind, or record it and compare that with Python's step.
@@ -208,40 +235,39 @@ class CompiledStep(Step):
         """
         if step.refusal:
             raise NotCompiledError(f"This step cannot be compiled: {step.refusal}.")
-        step.notice_options()
         if step.to_compare:
             return self._take_compared(step, call)
         if step.is_ready:
             outputs = step(call)
-            self._has_replayed = step.has_updated
+            self._has_replayed = step.updates
         else:
             with self._explained(step):
                 outputs = step(call)
         batch = call.args, call.kwargs
-        if not step.has_updated:
-            return self._update(batch, *step.unpack(outputs))
-        numbers = outputs[0]
-        assert numbers is not None
-        read: list[float] = numbers.tolist()
-        if self._check is None or math.isfinite(sum(read)):
+        if not step.updates:
+            read = self._read(batch, *step.unpack(outputs))
+            self.optimizer.step()
             return read
-        read = self._read(batch, *step.unpack(outputs))
-        self.optimizer.forget_gradients()  # set for the error of the check
+        read = outputs[0].tolist()
+        if not math.isfinite(sum(read)):
+            read = self._read(batch, *step.unpack(outputs))
+            self.optimizer.forget_gradients()  # set for the error of the check
         return read
 
     def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
         """Record or replay a step, undo it, take it by Python, and compare the two."""
-        if call.key in self._drawing_in_python:
-            raise NotCompiledError(
-                "This step cannot be compiled: it draws random numbers by Python's `random` or by "
-                "NumPy, and would repeat what it has drawn once; draw them by torch."
-            )
         generators, recorded = generators_of(self.optimizer.parameters), list[Any]()
         with suppress(_UndoneError), self._explained(step):
-            recorded = [self._prepare(step, call)[0], *(each.get_state() for each in generators)]
+            with self._modules.plain_changes() as changed:
+                outputs = step(call)
+            if changed:
+                raise RuntimeError(not_repeated(changed))
+            recorded = [outputs[0].clone(), *(each.get_state() for each in generators)]
             raise _UndoneError
         self.optimizer.forget_gradients()
-        read = self.eager.take(call.args, call.kwargs)
+        start = time.perf_counter()
+        read = self.take_eagerly(call.args, call.kwargs)
+        step.eager_seconds = min(step.eager_seconds, time.perf_counter() - start)
         self.loss.zero_grad()  # also of parameters that the optimizer does not train
         own = self._numbers
         eps = torch.finfo(own.dtype).eps
@@ -256,18 +282,10 @@ class CompiledStep(Step):
             )
         return read
 
-    def _prepare(self, step: ReplayedStep, call: Call) -> Outputs:
-        """Take a step, and raise if Python changes what a replay would not."""
-        with self._modules.plain_changes() as changed:
-            outputs = step(call)
-        if changed:
-            raise RuntimeError(not_repeated(changed))
-        return outputs
-
     @contextmanager
     def _explained(self, step: ReplayedStep) -> Iterator[None]:
         """Undo a step that cannot be compiled, and raise the reason."""
-        trained = self.optimizer.unchanged_on_error() if step.replays_update else nullcontext()
+        trained = self.optimizer.unchanged_on_error() if step.updates else nullcontext()
         try:
             with trained, self._modules.unchanged_on_error(self.optimizer.parameters):
                 yield
@@ -275,17 +293,23 @@ class CompiledStep(Step):
             raise
         except Exception as error:
             self.optimizer.forget_gradients()
-            raise NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
+            step.refusal = explain(error)
+            raise NotCompiledError(f"This step cannot be compiled: {step.refusal}.") from error
 
     def _fall_back(self, call: Call, reason: str) -> None:
-        warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
+        """Take steps with such arguments eagerly from now on, and say each reason once."""
         self._uncompiled.add(call.key)
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
 
     def _state(self) -> Hashable:
         """Return everything that a step depends on, apart from its arguments and values of tensors."""
-        parts = self._modules.state()
+        parts = [*self._modules.state(), *self.optimizer.state()]
         parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
-        parts.append(self.optimizer.runs_hooks)
         parts += [id(stored_parameter(name)) for name in self._stored]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]

@@ -5,11 +5,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any, Literal
 
 from pyro_structvi.infer.steps.compiled import (
-    MANY_KINDS,
     CompiledStep,
     EagerStep,
     NotCompiledError,
@@ -17,14 +15,10 @@ from pyro_structvi.infer.steps.compiled import (
 )
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.replayed import ReplayedStep
-from pyro_structvi.infer.steps.step import Call, Check, Loss, Step
+from pyro_structvi.infer.steps.step import Call, Loss
 
-Way = Literal["eager", "traced", "compiled"]
-
-TIMED = 5  # steps of each way; their median counts
-EAGER = 4  # steps before a record; the first is not timed
+TIMED = 5  # replays of each way; the shortest counts
 STEPS_FOR_TRACING = 100  # to come; a record costs two to four eager steps
-MOST_KINDS = MANY_KINDS - 1  # the engine warns at one more
 
 # Seconds that inductor takes. Its gain is estimated by that of the record: operations are small where
 # Python was most of an eager step, and fusing them saves most of a traced one (docs/how_to/speed.md).
@@ -33,39 +27,33 @@ SAVED_PER_TRACING = 0.7  # share of a traced step, per share of an eager one
 
 
 @dataclass
-class Kind:
-    """Times of the steps of one kind, which share shapes, arguments and modes.
+class Times:
+    """Seconds of the steps of one kind, which share shapes, arguments and modes.
 
     Attributes:
         way: How they are taken.
         is_settled: Whether the way is final.
         count: The number of steps so far.
-        seconds: The durations of steps, by way.
-        preparing: The seconds of preparation, by way.
+        preparing: The preparation of each way.
+        steps: The durations of prepared steps, of each way.
     """
 
-    way: Way = "eager"
+    way: Literal["traced", "compiled"] = "traced"
     is_settled: bool = False
     count: int = 1
-    seconds: dict[Way, list[float]] = field(default_factory=lambda: defaultdict(list))
-    preparing: dict[Way, float] = field(default_factory=lambda: defaultdict(float))
-
-    def usual(self, way: Way) -> float:
-        """Return the median duration of a step, in seconds."""
-        return median(self.seconds[way])
+    preparing: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-class AutoStep(Step):
+class AutoStep(CompiledStep):
     """Takes eager, replayed or compiled steps, by their measured durations.
 
-    A kind of step is recorded after a few eager ones if many are to come, and compiled if the steps to
-    come save more time than compiling takes. A slower way is given up. Every step is a real one with
-    the noise of an eager step.
+    A kind of step is recorded if many steps are to come, and compiled if these save more time than
+    compiling takes. A slower way is given up. Every step is a real one with the noise of an eager step.
 
     Args:
         loss: The loss.
         optimizer: The optimizer.
-        check: See :class:`Step`.
         num_steps: The number of steps to come.
         may_compile: Whether inductor may compile, which changes rounding.
         watches: See :class:`CompiledStep`.
@@ -75,147 +63,110 @@ class AutoStep(Step):
         self,
         loss: Loss,
         optimizer: OneOptimizer,
-        check: Check | None = None,
         *,
         num_steps: int,
         may_compile: bool = True,
         watches: bool = True,
     ) -> None:
-        super().__init__(loss, optimizer, check)
-        exact = {"is_exact": not may_compile, "watches": watches}
-        self._engine = CompiledStep(loss, optimizer, check, backend=None, **exact)
+        own = {"watches": watches, "is_exact": not may_compile}
+        super().__init__(loss, optimizer, backend=None, fallback=True, **own)
         on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
         self._may_compile = may_compile and on_cpu
         self._num_steps, self._taken = num_steps, 0
-        self._kinds: dict[ReplayedStep, Kind] = {}
+        self._times: dict[ReplayedStep, Times] = {}
         self._is_off = False
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return its numbers."""
-        if self._is_off:
-            return self._engine.eager.take(args, kwargs)
         self._taken += 1
+        if self._is_off:
+            return self.take_eagerly(args, kwargs)
         try:
             call = Call(args, kwargs)
         except TypeError as error:
-            self._turn_off(str(error))
-            return self._engine.eager.take(args, kwargs)
-        step = self._engine.kind_of(call)
-        if step is None:
-            return self._take_first(call)
-        kind = self._kinds.setdefault(step, Kind())
-        if kind.is_settled and kind.way == "eager":
-            return self._engine.eager.take(args, kwargs)
-        if kind.is_settled:
-            return self._engine.replay(step, call)
-        way, start = kind.way, time.perf_counter()
-        was_ready = way == "eager" or step.is_ready
-        numbers = (
-            self._take_eager(call) if way == "eager" else self._take_replayed(kind, step, call)
-        )
-        seconds = time.perf_counter() - start
-        kind.count += 1
-        if was_ready:
-            kind.seconds[way].append(seconds)
-        else:
-            kind.preparing[way] += seconds
-        if not kind.is_settled and not self._is_off:
-            self._decide(kind, step)
-        return numbers
+            self._is_off = True
+            self._say(str(error))
+            return self.take_eagerly(args, kwargs)
+        return self.take_call(call)
 
     def _take_first(self, call: Call) -> list[float]:
-        if len(self._engine.kinds) == MOST_KINDS:
-            self._turn_off(
-                f"there are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and "
-                "values that Python reads"
-            )
-            return self._engine.eager.take(call.args, call.kwargs)
-        return self._engine.take_first(call)
+        """Take a step eagerly, without a record later if few steps are to come."""
+        if self._num_steps - self._taken < STEPS_FOR_TRACING:
+            return self.take_eagerly(call.args, call.kwargs)
+        return super()._take_first(call)
 
-    def _take_eager(self, call: Call) -> list[float]:
-        """Take an eager step, and turn off if Python changes state in it."""
+    def _take_second(self, call: Call) -> list[float]:
+        """Take a step eagerly, and go on so if it changes what its record would change once more."""
         with self._modules.plain_changes() as changed:
-            numbers = self._engine.eager.take(call.args, call.kwargs)
+            numbers = self.take_eagerly(call.args, call.kwargs)
         if changed:
-            self._turn_off(not_repeated(changed))
+            self._fall_back(call, not_repeated(changed))
         return numbers
 
-    def _take_replayed(self, kind: Kind, step: ReplayedStep, call: Call) -> list[float]:
-        """Replay a step, or fall back to the previous way if that fails."""
+    def replay(self, step: ReplayedStep, call: Call) -> list[float]:
+        """Replay a step and measure it, until the way of its kind is settled."""
+        times = self._times.setdefault(step, Times())
+        times.count += 1
+        if times.count == 2:
+            return self._take_second(call)
+        if times.is_settled:
+            return super().replay(step, call)
+        was_ready, start = step.is_ready, time.perf_counter()
         try:
-            return self._engine.replay(step, call)
+            numbers = super().replay(step, call)
         except NotCompiledError as error:
-            if kind.way == "traced":
-                self._settle(kind, str(error))
-                return self._engine.eager.take(call.args, call.kwargs)
-            self._uncompile(kind, step, str(error))
-            return self._engine.replay(step, call)
+            if times.way == "traced":
+                raise
+            self._uncompile(times, step, str(error))
+            return super().replay(step, call)
+        seconds = time.perf_counter() - start
+        if was_ready:
+            times.steps[times.way].append(seconds)
+        else:
+            times.preparing[times.way] += seconds
+        if len(times.steps[times.way]) == TIMED:
+            self._decide(times, step, call)
+        return numbers
 
-    # ---- decisions -------------------------------------------------------------------------------
-
-    def _decide(self, kind: Kind, step: ReplayedStep) -> None:
-        """Choose the way of the next step of a kind."""
-        if kind.way == "eager":
-            if kind.count >= EAGER and self._steps_to_come(kind) >= STEPS_FOR_TRACING:
-                kind.way = "traced"
-        elif len(kind.seconds[kind.way]) >= TIMED:
-            if kind.way == "compiled":
-                self._judge_compiled(kind, step)
-            elif kind.usual("traced") > kind.usual("eager"):
-                self._settle(kind, f"traced steps take longer: {_compared(kind, 'eager')}")
+    def _decide(self, times: Times, step: ReplayedStep, call: Call) -> None:
+        """Leave a way that is slower than the one before; else settle on it, or compile."""
+        is_traced, own = times.way == "traced", min(times.steps[times.way])
+        before = step.eager_seconds if is_traced else min(times.steps["traced"])
+        compared = (
+            f"in {times.preparing[times.way]:.2g} s, {1e3 * own:.3g} ms a step, "
+            f"{1e3 * before:.3g} ms {'eager' if is_traced else 'traced'}"
+        )
+        if own > before:
+            reason = f"{times.way} steps take longer: {compared}"
+            if is_traced:
+                self._fall_back(call, reason)
             else:
-                how = f"; rounded otherwise by {step.difference:.1g}" if step.difference else ""
-                self._note(f"traced {_compared(kind, 'eager')}{how}")
-                self._consider_compiling(kind, step)
-
-    def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:
-        traced, by_tracing = kind.usual("traced"), 1 - kind.usual("traced") / kind.usual("eager")
-        saved = SAVED_PER_TRACING * by_tracing * traced * self._steps_to_come(kind)
+                self._uncompile(times, step, reason)
+            return
+        rounded = f"; rounded otherwise by {step.difference:.1g}" if step.difference else ""
+        self._note(f"{times.way} {compared}{rounded}")
+        to_come = (self._num_steps - self._taken) * times.count / self._taken
+        saved = SAVED_PER_TRACING * (1 - own / before) * own * to_come
         costs = COMPILING_AT_LEAST + COMPILING_PER_OPERATION * step.num_operations
-        if self._may_compile and saved > costs:
+        if is_traced and self._may_compile and saved > costs:
             step.compile("inductor")
-            kind.way = "compiled"
+            times.way = "compiled"
         else:
-            kind.is_settled = True
+            times.is_settled = True
 
-    def _judge_compiled(self, kind: Kind, step: ReplayedStep) -> None:
-        if kind.usual("compiled") > kind.usual("traced"):
-            self._uncompile(kind, step, f"compiled steps take longer: {_compared(kind, 'traced')}")
-        else:
-            self._note(f"compiled {_compared(kind, 'traced')}")
-            kind.is_settled = True
-
-    def _uncompile(self, kind: Kind, step: ReplayedStep, reason: str) -> None:
+    def _uncompile(self, times: Times, step: ReplayedStep, reason: str) -> None:
         step.interpret()
-        kind.way, kind.is_settled = "traced", True
+        times.way, times.is_settled = "traced", True
         self._note(f"not compiled: {reason}")
 
-    def _settle(self, kind: Kind, reason: str) -> None:
-        """Let the steps of a kind be eager from now on."""
-        kind.way, kind.is_settled = "eager", True
+    def _say(self, reason: str) -> None:
         self._note(f"eager: {reason}")
-
-    def _turn_off(self, reason: str) -> None:
-        """Let all steps be eager from now on."""
-        self._is_off = True
-        self._kinds.clear()
-        self._engine.kinds.clear()
-        self._note(f"eager: {reason}")
-
-    def _steps_to_come(self, kind: Kind) -> float:
-        return (self._num_steps - self._taken) * kind.count / self._taken
 
     def _note(self, text: str) -> None:
         self.notes.append(f"Step {self.loss.elbo.step}: {text}")
 
 
-def _compared(kind: Kind, other: Way) -> str:
-    """Return the durations of a way and of another one as a text."""
-    own, others = 1e3 * kind.usual(kind.way), 1e3 * kind.usual(other)
-    return f"in {kind.preparing[kind.way]:.2g} s, {own:.3g} ms a step, {others:.3g} ms {other}"
-
-
-Engine = Callable[[Loss, OneOptimizer, Check], Step]
+Engine = Callable[[Loss, OneOptimizer], EagerStep]
 Compiled = Literal["auto", "traced", True, False]
 
 
@@ -232,11 +183,10 @@ def engine_of_fit(
     """
     if not compiled:
         return EagerStep
-    own: dict[str, Any] = {"watches": watches}
     if compiled is True:
-        return partial(CompiledStep, **own)
+        return partial(CompiledStep, watches=watches)
     may_compile = compiled == "auto" and not has_checkpoints
-    return partial(AutoStep, num_steps=num_steps, may_compile=may_compile, **own)
+    return partial(AutoStep, num_steps=num_steps, may_compile=may_compile, watches=watches)
 
 
 def may_change_modules(value: Any) -> bool:

@@ -29,13 +29,18 @@ class Modules:
         self._roots = [root for function in self._functions for root in _modules_of(function)]
         self._changing: list[tuple[nn.Module, str]] | None = None  # buffers; None before a step
 
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Iterate over all modules."""
+        for root in self._roots:
+            yield from all_modules(root)
+
     def state(self) -> list[Hashable]:
         """Return the state that a pass depends on: modules, tensors and plain values.
 
         Objects are identified by ``id`` as long as they are alive, which :meth:`parts` is for.
         """
         state: list[Hashable] = [value for _, value in self._known_to_functions()]
-        for module in self._all():
+        for module in self:
             state.append(id(module))
             state += [value for value in vars(module).values() if type(value) in PLAIN]
             if isinstance(module, SitePosterior):
@@ -48,9 +53,12 @@ class Modules:
 
     def parts(self) -> list[object]:
         """Return the objects that a state identifies by ``id``."""
-        modules = [*self._all()]
-        uses = [module.uses for module in modules if isinstance(module, StructuredGuide)]
-        return [*modules, *uses, *(tensor for module in modules for tensor in own_tensors(module))]
+        uses = [module.uses for module in self if isinstance(module, StructuredGuide)]
+        return [*self, *uses, *self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        """Return all their parameters and buffers."""
+        return [tensor for module in self for tensor in own_tensors(module)]
 
     @contextmanager
     def plain_changes(self) -> Iterator[list[str]]:
@@ -63,7 +71,7 @@ class Modules:
     def _plain_values(self) -> dict[str, Hashable]:
         """Return numbers, strings, flags and sets of tensors, by name."""
         values = dict(self._known_to_functions())
-        for number, module in enumerate(self._all()):
+        for number, module in enumerate(self):
             # Guides cache functions of their parameters.
             is_others = not isinstance(module, (SitePosterior, StructuredGuide))
             known = _OF_TORCH | made_by_hooks(module)
@@ -77,68 +85,59 @@ class Modules:
         return values
 
     def _known_to_functions(self) -> Iterator[tuple[str, Hashable]]:
+        """Yield the plain globals and closed-over variables of model and guide, with their names."""
         for function in self._functions:
             code = getattr(function, "__code__", None)
             if code is not None:
                 cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
                 known = {name: function.__globals__.get(name) for name in code.co_names}
                 known |= {name: _content(cell) for name, cell in cells}
-                yield from (
-                    (f"`{name}` outside of `{function.__name__}`", value)
-                    for name, value in known.items()
-                    if type(value) in PLAIN
-                )
-
-    def tensors(self) -> set[int]:
-        """Return the identities of all their parameters and buffers."""
-        return {id(tensor) for module in self._all() for tensor in own_tensors(module)}
+                for name, value in known.items():
+                    if type(value) in PLAIN:
+                        yield f"`{name}` outside of `{function.__name__}`", value
 
     @contextmanager
     def buffers_kept_on_error(self) -> Iterator[None]:
         """Restore the buffers that steps change, such as running statistics, if a block raises."""
         places = self._buffers() if self._changing is None else self._changing
-        kept = [
-            (place, buffer, buffer.clone())
-            for place in places
-            if (buffer := _at(place)) is not None
-        ]
-        try:
+        with _restored_on_error(places) as kept:
             yield
-        except Exception:
-            for (module, name), buffer, value in kept:
-                setattr(module, name, buffer.copy_(value))
-            raise
         if self._changing is None:  # torch's normalizations do not count versions
             self._changing = [
-                place
-                for place, buffer, value in kept
-                if _at(place) is not buffer or not torch.equal(buffer, value)
+                (module, name)
+                for module, name, buffer, value in kept
+                if getattr(module, name, None) is not buffer or not torch.equal(buffer, value)
             ]
 
     @contextmanager
     def unchanged_on_error(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Restore buffers and the random generators of the parameters' devices if a block raises."""
-        buffers = [
-            (module, name, buffer, buffer.clone())
-            for module, name in self._buffers()
-            if (buffer := _at((module, name))) is not None
-        ]
         states = [(each, each.get_state()) for each in generators_of(parameters)]
         try:
-            yield
+            with _restored_on_error(self._buffers()):
+                yield
         except Exception:
-            for module, name, buffer, value in buffers:
-                setattr(module, name, buffer.copy_(value))
             for generator, state in states:
                 generator.set_state(state)
             raise
 
     def _buffers(self) -> list[tuple[nn.Module, str]]:
-        return [(module, name) for module in self._all() for name, _ in buffers_that_change(module)]
+        return [(module, name) for module in self for name, _ in buffers_that_change(module)]
 
-    def _all(self) -> Iterator[nn.Module]:
-        for root in self._roots:
-            yield from all_modules(root)
+
+@contextmanager
+def _restored_on_error(
+    places: Iterable[tuple[nn.Module, str]],
+) -> Iterator[list[tuple[nn.Module, str, Tensor, Tensor]]]:
+    """Put buffers and their values back if a block raises; yield them with copies."""
+    found = [(module, name, getattr(module, name, None)) for module, name in places]
+    kept = [(*place, each, each.clone()) for *place, each in found if each is not None]
+    try:
+        yield kept
+    except Exception:
+        for module, name, buffer, value in kept:
+            setattr(module, name, buffer.copy_(value))
+        raise
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
@@ -154,12 +153,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _at(place: tuple[nn.Module, str]) -> Tensor | None:
-    module, name = place
-    buffer: Tensor | None = getattr(module, name, None)
-    return buffer
 
 
 def generators_of(parameters: Iterable[Tensor]) -> list[torch.Generator]:

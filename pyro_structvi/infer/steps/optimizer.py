@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
 from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
-from pyro_structvi._torch import can_skip_updates, keep_from_warning, runs_hooks
+from pyro_structvi._torch import can_skip_updates, runs_hooks
 
 
 class OneOptimizer:
@@ -20,6 +20,9 @@ class OneOptimizer:
     Args:
         optim: A Pyro optimizer that has taken no step, which becomes one torch optimizer, fused if
             possible; or a torch optimizer with its parameters.
+
+    Attributes:
+        torch: The torch optimizer; None before the first step, where one of Pyro's was given.
 
     Raises:
         TypeError: If it is neither, or a learning rate schedule of Pyro's.
@@ -35,11 +38,10 @@ class OneOptimizer:
                 f" over the guide's parameters, but got {type(optim).__name__}. To schedule the "
                 "learning rate, give one of torch's and step a scheduler of torch's."
             )
-        self._pyro = None
         self.torch: torch.optim.Optimizer | None = None
+        self._pyro: PyroOptim | None = None
         if isinstance(optim, torch.optim.Optimizer):
             self.torch = optim
-            keep_from_warning(optim)
             optim.zero_grad(set_to_none=True)
         elif has_stepped(optim):
             raise ValueError(
@@ -49,75 +51,32 @@ class OneOptimizer:
         else:
             self._pyro = optim
         self._clips: list[tuple[nn.Parameter, Callable[[nn.Parameter], None]]] = []
-        self._rates = [group["lr"] for group in self._current_groups]  # at the start
-        self._tensor_rates: dict[int, Tensor] = {}  # of groups, by their number
-        self._written_rates: dict[int, float] = {}  # into them, where they are numbers
-        self._known_groups: list[dict[str, Any]] | None = None
+        self._rates = [group["lr"] for group in self.groups]  # at the start
+        self._tensor_rates: list[Tensor] = []  # of groups, for records
+        self._written_rates: list[Any] = []  # into them
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters, with their options."""
+        return [] if self.torch is None else self.torch.param_groups
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters, in the order of the optimizer's groups."""
-        return [parameter for group in self._current_groups for parameter in group["params"]]
+        """The trained parameters, in the order of the groups."""
+        return [parameter for group in self.groups for parameter in group["params"]]
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The options of each group, without its rate."""
+        return [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in self.groups
+        ]
 
     @property
     def is_pyros(self) -> bool:
         """Whether steps adopt their parameters, as Pyro's optimizers do."""
         return self._pyro is not None
-
-    def check_rates(self) -> None:
-        """Raise a ``ValueError`` unless each learning rate is a finite number of at least 0."""
-        for group in self._current_groups:
-            rate = group["lr"]
-            if not isinstance(rate, Tensor) and not 0 <= rate < math.inf:
-                raise ValueError(
-                    f"The learning rate `lr` must be a finite number of at least 0, but got {rate}."
-                )
-
-    @property
-    def rate(self) -> float:
-        """The learning rate of the first group."""
-        return float(self._current_groups[0]["lr"])
-
-    def scale_rates(self, factor: float) -> None:
-        """Set the learning rates to a multiple of those that a torch optimizer had at the start.
-
-        Raises:
-            ValueError: If the factor is negative or not finite.
-        """
-        if not 0 <= factor < math.inf:
-            raise ValueError(f"`lr` must return a finite number of at least 0, but got {factor}.")
-        for group, rate in zip(self._current_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
-
-    @property
-    def _current_groups(self) -> list[dict[str, Any]]:
-        return [] if self.torch is None else self.torch.param_groups
-
-    def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train further parameters with the options of a Pyro optimizer.
-
-        Raises:
-            ValueError: If there is no parameter to train, or a learning rate is negative or not finite.
-        """
-        known = set(self.parameters)
-        new = [parameter for parameter in parameters if parameter not in known]
-        if self._pyro is not None and new:
-            self._add(self._pyro, new)
-            self.check_rates()
-        if not any(parameter.requires_grad for parameter in self.parameters):
-            raise ValueError("Model and guide must have a parameter to train, but got none.")
-
-    def _add(self, optim: PyroOptim, parameters: list[nn.Parameter]) -> None:
-        groups = _groups(optim, parameters)
-        if self.torch is None:
-            make = optim.pt_optim_constructor
-            self.torch = make(groups, **_fast_options(make, groups))
-            keep_from_warning(self.torch)
-        else:
-            for group in groups:
-                self.torch.add_param_group(group)
-        clips = [(parameter, gradient_clip(optim, parameter)) for parameter in parameters]
-        self._clips += [(parameter, clip) for parameter, clip in clips if clip is not None]
 
     @property
     def can_skip(self) -> bool:
@@ -128,6 +87,94 @@ class OneOptimizer:
     def runs_hooks(self) -> bool:
         """Whether functions of others run before or after each of its steps."""
         return self.torch is not None and runs_hooks(self.torch)
+
+    def state(self) -> list[Hashable]:
+        """Return what an update depends on, apart from tensors' values and rates.
+
+        The list of groups is replaced where a state dict is loaded.
+        """
+        values = [value for group in self.options for value in group.values()]
+        constants = [tuple(value) if isinstance(value, list) else value for value in values]
+        return [self.runs_hooks, id(self.groups), *constants]
+
+    # ---- learning rates --------------------------------------------------------------------------
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.groups[0]["lr"])
+
+    def check_rates(self) -> None:
+        """Raise a ``ValueError`` unless each learning rate is a finite number of at least 0."""
+        for group in self.groups:
+            rate = group["lr"]
+            if not isinstance(rate, Tensor) and not 0 <= rate < math.inf:
+                raise ValueError(
+                    f"The learning rate `lr` must be a finite number of at least 0, but got {rate}."
+                )
+
+    def scale_rates(self, factor: float) -> None:
+        """Set the learning rates to a multiple of those that a torch optimizer had at the start.
+
+        Raises:
+            ValueError: If the factor is negative or not finite.
+        """
+        if not 0 <= factor < math.inf:
+            raise ValueError(f"`lr` must return a finite number of at least 0, but got {factor}.")
+        for group, rate in zip(self.groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+
+    @contextmanager
+    def tensor_rates(self, device: torch.device) -> Iterator[None]:
+        """Put the learning rates into tensors, which a record reads later."""
+        # Fused optimizers read single precision on a GPU, and any on a CPU.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        for _ in self.groups[len(self._tensor_rates) :]:
+            self._tensor_rates.append(torch.zeros((), dtype=dtype, device=device))
+            self._written_rates.append(None)
+        self.read_rates()
+        kept = [group["lr"] for group in self.groups]
+        for group, rate in zip(self.groups, self._tensor_rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.groups, kept, strict=True):
+                group["lr"] = rate
+
+    def read_rates(self) -> None:
+        """Write the learning rates of the groups into the tensors of records."""
+        for number, tensor in enumerate(self._tensor_rates):
+            rate = self.groups[number]["lr"]
+            if isinstance(rate, Tensor):
+                tensor.copy_(rate)
+            elif self._written_rates[number] != rate:
+                tensor.fill_(rate)
+            self._written_rates[number] = None if isinstance(rate, Tensor) else rate
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Train further parameters with the options of a Pyro optimizer.
+
+        Raises:
+            ValueError: If there is no parameter to train, or a learning rate is negative or not finite.
+        """
+        known = set(self.parameters)
+        new = [parameter for parameter in parameters if parameter not in known]
+        if self._pyro is not None and new:
+            groups = _groups(self._pyro, new)
+            if self.torch is None:
+                make = self._pyro.pt_optim_constructor
+                self.torch = make(groups, **_fast_options(make, groups))
+            else:
+                for group in groups:
+                    self.torch.add_param_group(group)
+            clips = [(parameter, gradient_clip(self._pyro, parameter)) for parameter in new]
+            self._clips += [(parameter, clip) for parameter, clip in clips if clip is not None]
+            self.check_rates()
+        if not any(parameter.requires_grad for parameter in self.parameters):
+            raise ValueError("Model and guide must have a parameter to train, but got none.")
 
     def step(self, skip: Tensor | None = None) -> None:
         """Update parameters by their gradients, and drop these.
@@ -153,65 +200,6 @@ class OneOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def was_loaded(self) -> bool:
-        """Whether groups and states were replaced since the last call, as by ``load_state_dict``."""
-        groups = None if self.torch is None else self.torch.param_groups
-        loaded = self._known_groups is not None and groups is not self._known_groups
-        self._known_groups = groups  # kept, so that no other list can take its place in memory
-        if loaded:
-            self._tensor_rates.clear()
-            self._written_rates.clear()
-        return loaded
-
-    @property
-    def options(self) -> list[dict[str, Any]]:
-        """The options of each group that are constants of a record."""
-        return [
-            {name: value for name, value in group.items() if name not in ("params", "lr")}
-            for group in self._current_groups
-        ]
-
-    @contextmanager
-    def tensor_rates(self, device: torch.device, captures: bool) -> Iterator[None]:
-        """Put the learning rates into tensors, which a record reads later.
-
-        Args:
-            device: The device of the tensors.
-            captures: Whether a CUDA graph is captured in it, or operations are traced.
-
-        Raises:
-            RuntimeError: If the optimizer cannot be captured.
-        """
-        assert self.torch is not None
-        groups = self.torch.param_groups
-        kept = [group["lr"] for group in groups]
-        for group in groups if captures else []:
-            _check_can_be_captured(self.torch, group)
-        for number in range(len(groups)):
-            if number not in self._tensor_rates:
-                # Fused optimizers read single precision on a GPU, and any on a CPU.
-                dtype = torch.float32 if captures else torch.float64
-                self._tensor_rates[number] = torch.zeros((), dtype=dtype, device=device)
-        self.read_rates()
-        for number, group in enumerate(groups):
-            group["lr"] = self._tensor_rates[number]
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, kept, strict=True):
-                group["lr"] = rate
-
-    def read_rates(self) -> None:
-        """Write the learning rates of the groups into the tensors of a record."""
-        for number, tensor in self._tensor_rates.items():
-            rate = self._current_groups[number]["lr"]
-            if isinstance(rate, Tensor):
-                tensor.copy_(rate)
-                self._written_rates.pop(number, None)
-            elif self._written_rates.get(number) != rate:
-                tensor.fill_(rate)
-                self._written_rates[number] = rate
-
     @property
     def state_names(self) -> dict[Tensor, list[str]]:
         """The names of each parameter's state."""
@@ -223,12 +211,8 @@ class OneOptimizer:
         assert self.torch is not None
         state = self.torch.state
         before = {parameter: dict(values) for parameter, values in state.items()}
-        tensors = [value for values in before.values() for value in values.values()]
-        kept = [
-            (value, value.detach().clone())
-            for value in (*self.parameters, *tensors)
-            if isinstance(value, Tensor)
-        ]
+        values = (*self.parameters, *(value for own in before.values() for value in own.values()))
+        kept = [(each, each.detach().clone()) for each in values if isinstance(each, Tensor)]
         try:
             yield
         except Exception:
@@ -238,16 +222,6 @@ class OneOptimizer:
                 for value, copy in kept:
                     value.copy_(copy)
             raise
-
-
-def _check_can_be_captured(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    if "capturable" in group and group.get("fused"):
-        group["capturable"] = True
-    if not group.get("capturable", group.get("fused")):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} cannot be captured in a CUDA graph, since it is neither "
-            "`capturable` nor `fused`. Use Adam, AdamW or SGD with `fused=True`."
-        )
 
 
 def _groups(optim: PyroOptim, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:

@@ -1,25 +1,26 @@
-"""Records of training steps as lists of torch operations."""
+"""Records of functions of tensors as graphs of torch operations."""
 
 import linecache
 import operator
 import os
+import re
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch
 from pyro_structvi._torch import (
     DispatchMode,
     TensorKeyDictionary,
-    is_profiler_mark,
     is_random,
     tree_leaves,
     tree_map,
@@ -27,84 +28,34 @@ from pyro_structvi._torch import (
 )
 from pyro_structvi.linalg.matrices import autocast_off
 
-CONVOLUTION = torch.ops.aten.convolution.default
-LARGEST = 2**16  # elements of a constant that is kept
-
-Outputs = tuple[Tensor | None, ...]
-
-
-@dataclass(eq=False, frozen=True)
-class Value:
-    """A tensor of a record.
-
-    Attributes:
-        storage: Equal for values that share memory.
-        layout: Equal for views of the same elements.
-    """
-
-    storage: int
-    layout: tuple[Any, ...] = ()
-
-
-@dataclass(eq=False)
-class Operation:
-    """An operation of torch's dispatcher with its arguments; tensors are :class:`Value`.
-
-    Attributes:
-        results: The values that it returns.
-        returns_list: Whether it returns several tensors.
-        constants: The recorded results, if no argument is a value.
-        is_channels_last: Whether it convolves an image that is channels-last.
-    """
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[Value] = field(default_factory=list)
-    returns_list: bool = False
-    constants: list[Tensor] = field(default_factory=list)
-    is_channels_last: bool = False
-
-    @property
-    def inputs(self) -> list[Value]:
-        """The values among the arguments."""
-        return _values((self.args, self.kwargs))
-
-    @property
-    def written(self) -> list[Value]:
-        """The values that the operation changes in place."""
-        return _values(written_arguments(self.function, self.args, self.kwargs))
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether the results are all that the operation does, and the same in each call."""
-        return not (is_random(self.function) or self.written)
-
-
-def _values(arguments: Any) -> list[Value]:
-    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Value)]
+Outputs = tuple[Tensor, ...]
 
 
 class _Recorder(DispatchMode):
-    """Records the operations of a block while they run.
+    """Writes the operations of a block into a graph while they run.
 
     Args:
         inputs: The tensors that change between calls.
-        device: Type of the device of the parameters.
+
+    Attributes:
+        found: The tensors that the block finds elsewhere, such as parameters, by their nodes.
+        read: The operations that tell Python a value, with it.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], device: str) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
-        self.found: dict[Value, Tensor] = {}
-        self._device = device
-        self.read: list[tuple[Operation, Any]] = []  # operations that tell Python a value, and it
-        self._written: set[int] = set()  # storages
-        self._known = TensorKeyDictionary()
-        self._made_by: dict[Value, Operation] = {}
-        self._numbers = count(1)
-        self._storages: dict[int, int] = {}  # of found tensors, by their address
-        self.inputs = [self._new_value(tensor, {}) for tensor in inputs]
+        self.graph = fx.Graph()
+        self.found: dict[fx.Node, Tensor] = {}
+        self.read: dict[fx.Node, Any] = {}
+        self._nodes = TensorKeyDictionary()
+        self._by_memory: dict[Any, fx.Node] = {}  # nodes, by memory and layout
+        self._storages: dict[fx.Node, StorageWeakRef | None] = {}
+        self._written: set[StorageWeakRef | None] = set()
+        self._of_inputs = {_storage(tensor) for tensor in inputs}
+        self._last_placeholder: fx.Node | None = None
+        self._is_on_host = inputs[0].device.type == "cpu"
+        for tensor in inputs:
+            self._add_placeholder(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -116,109 +67,119 @@ class _Recorder(DispatchMode):
                 depends on values.
         """
         kwargs = kwargs or {}
-        if is_profiler_mark(func):
+        if _torch.is_profiler_mark(func):
             return func(*args, **kwargs)
-        if torch.Tag.data_dependent_output in func.tags:
-            return self._read(func, args, kwargs)
         _refuse_sizes(func, args)
-        if self._is_of_host(func, args, kwargs):
-            return func(*args, **kwargs)  # its result is found, as a constant
-        operation = Operation(func, *tree_map(self.value_of, (args, kwargs)))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        storages = {_address(tensor): self.value_of(tensor).storage for tensor in given}
+        is_read = torch.Tag.data_dependent_output in func.tags
+        if not is_read and self._is_constant_of_host(func, args, kwargs):
+            return func(*args, **kwargs)  # its result is found
+        node = self.graph.call_function(func, *tree_map(self.node_of, (args, kwargs)))
+        if is_read:
+            return self._read(node, func(*args, **kwargs))
+        written = tree_leaves(written_arguments(func, args, kwargs))
+        self._written |= {_storage(each) for each in written}
         results = func(*args, **kwargs)
-        operation.returns_list = isinstance(results, (list, tuple))
-        tensors = list(results) if operation.returns_list else [results]
-        operation.results = [self._new_value(tensor, storages) for tensor in tensors]
-        if func is CONVOLUTION:
-            operation.is_channels_last = _is_channels_last(args[0])
-        if not operation.inputs and operation.is_pure:
-            operation.constants = [tensor for tensor in tensors if tensor.numel() <= LARGEST]
-        self.operations.append(operation)
-        self._made_by |= dict.fromkeys(operation.results, operation)
-        self._written |= {value.storage for value in operation.written}
+        if isinstance(results, (list, tuple)):
+            for number, result in enumerate(results):
+                self._name(result, self.graph.call_function(operator.getitem, (node, number)))
+        elif self._name(results, node) is not node and _is_pure(node):
+            self.graph.erase_node(node)  # a view that there is
         return results
 
-    def value_of(self, argument: Any) -> Any:
-        """Return the value of a tensor, and any other argument as it is."""
+    def node_of(self, argument: Any) -> Any:
+        """Return the node of a tensor, and any other argument as it is."""
+        if isinstance(argument, torch.Generator):
+            raise RuntimeError("an operation draws by a generator of its own")
         if not isinstance(argument, Tensor):
             return argument
-        value: Value | None = self._known.get(argument)
-        if value is None:
-            value = self._new_value(argument, self._storages)
-            self._storages[_address(argument)] = value.storage
-            self.found[value] = argument
-        return value
+        node: fx.Node | None = self._nodes.get(argument)
+        if node is None:
+            node = self._add_placeholder(argument)
+            self.found[node] = argument
+        return node
 
-    def _new_value(self, tensor: Any, storages: dict[int, int]) -> Value:
-        """Return a new value in one of these storages, or in a new one."""
-        if not isinstance(tensor, Tensor):
-            return Value(0)
-        address = _address(tensor)
-        storage = (storages.get(address) if address else None) or next(self._numbers)
-        value = Value(storage, _layout(tensor))
-        self._known[tensor] = value
-        return value
+    def _add_placeholder(self, tensor: Tensor) -> fx.Node:
+        with self.graph.inserting_after(self._last_placeholder):
+            node = self.graph.placeholder(f"t{len(self._storages)}")
+        self._last_placeholder = node
+        self._name(tensor, node)
+        self._nodes[tensor] = node  # also of one of several tensors in the same memory
+        return node
 
-    def _read(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation that tells Python a value, and record it unless the value is a constant.
+    def _name(self, result: Any, node: fx.Node) -> fx.Node:
+        """Return the node of a result: an earlier one if that has the same memory and layout."""
+        if not isinstance(result, Tensor):
+            return node
+        self._storages[node] = storage = _storage(result)
+        if (
+            storage is not None and storage not in self._of_inputs
+        ):  # which may share memory now only
+            layout = result.storage_offset(), result.shape, result.stride(), result.dtype
+            key = storage, *layout, result.is_conj(), result.is_neg()
+            node = self._by_memory.setdefault(key, node)
+        self._nodes[result] = node
+        return node
+
+    def _read(self, node: fx.Node, value: Any) -> Any:
+        """Return a value that Python reads, and keep it unless it is a constant.
 
         Raises:
             RuntimeError: If the value depends on a parameter, a random number or a change in place.
         """
-        operation = Operation(function, *tree_map(self.value_of, (args, kwargs)))
-        operation.results = [Value(0)]
-        todo, is_constant = operation.inputs, True
+        before, todo = {node}, [node]
         while todo:
-            value = todo.pop()
-            tensor, origin = self.found.get(value), self._made_by.get(value)
-            is_known = value in self.inputs or (tensor is not None and not tensor.requires_grad)
-            is_computed = origin is not None and origin.is_pure
-            if value.storage in self._written or not (is_known or is_computed):
-                raise RuntimeError("Python reads a tensor's value")
-            is_constant = is_constant and not is_known
-            todo += [] if origin is None else origin.inputs
-        result = function(*args, **kwargs)
-        if not is_constant:
-            self.read.append((operation, result))
-        return result
+            new = {*todo.pop().all_input_nodes} - before
+            before |= new
+            todo += new
+        trained = {each for each in before & self.found.keys() if self.found[each].requires_grad}
+        changing = any(self._storages.get(each) in self._written for each in before)
+        if trained or changing or not all(map(_is_pure, before)):
+            raise RuntimeError("Python reads a tensor's value")
+        if any(each.op == "placeholder" for each in before):
+            self.read[node] = value
+        return value
 
-    def _is_of_host(self, function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _is_constant_of_host(self, function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether an operation depends on constants of the host only, for parameters on a GPU.
 
         A CUDA graph neither runs it again nor copies its result from the host.
+
+        Raises:
+            RuntimeError: If it draws or writes on the host, which a CUDA graph would not.
         """
-        if self._device == "cpu":
-            return False
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        values = [self._known.get(tensor) for tensor in tensors]
-        if any(tensor.device.type != "cpu" for tensor in tensors):
-            return False
-        if any(value is not None and value not in self.found for value in values):
-            return False
-        if not tensors and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        device = "cpu" if tensors else torch.device(kwargs.get("device") or "cpu").type
+        nodes = [self._nodes.get(tensor) for tensor in tensors]
+        if (
+            self._is_on_host
+            or {device, *(tensor.device.type for tensor in tensors)} != {"cpu"}
+            or any(node is not None and node not in self.found for node in nodes)
+        ):
             return False
         if is_random(function):
             raise RuntimeError(
                 f"`{function}` draws on the CPU, and a CUDA graph would repeat what it has drawn once. "
-                "Draw on the GPU, or before the step and pass it as an argument."
+                "Draw on the GPU (a plate by its `device`), or before the step, as an argument."
             )
         if tensors and written_arguments(function, args, kwargs):
             raise RuntimeError(f"`{function}` changes a tensor of the host")
         return True
 
 
-def _address(tensor: Tensor) -> int:
+def _storage(value: Any) -> StorageWeakRef | None:
+    """Return what is equal for tensors that share memory, now and later; None without memory."""
     try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and others without a storage
-        return 0
+        return StorageWeakRef(value.untyped_storage())
+    except (AttributeError, NotImplementedError, RuntimeError):  # numbers, and sparse tensors
+        return None
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    if tensor.layout != torch.strided:
-        return ()
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
+def _is_pure(node: fx.Node) -> bool:
+    """Whether the results are all that an operation does, and the same in each call."""
+    if node.op != "call_function":
+        return True
+    writes = written_arguments(node.target, node.args, node.kwargs)
+    return not (writes or is_random(node.target))
 
 
 def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
@@ -256,6 +217,7 @@ class Record:
 
     Attributes:
         outputs: The results of that call.
+        graph: The operations.
 
     Raises:
         RuntimeError: If Python reads a value that depends on a parameter or a random number, or if a
@@ -265,7 +227,7 @@ class Record:
     def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
         # Aliases, since a tensor in two roles would be one input in both.
         apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
-        recorder = _Recorder(apart, inputs[0].device.type)
+        recorder = _Recorder(apart)
         with (
             torch.autograd.set_multithreading_enabled(False),
             _torch.recording(),
@@ -273,34 +235,40 @@ class Record:
             _RefusesPython(),
         ):
             self.outputs = function(*apart)
-        self._inputs = recorder.inputs
-        self._read = tuple(result for _, result in recorder.read)
-        self._reads, self._read_tensors = _reads(recorder)
-        self._returned: list[Value | None] = [recorder.value_of(v) for v in self.outputs]
-        operations, found = recorder.operations, recorder.found
-        self._operations = _simplified(operations, self._inputs, found, self._returned)
-        self.has_channels_last = _has_channels_last(self._operations)
-        used = {value for each in self._operations for value in each.inputs} | {*self._returned}
-        self._found = [value for value in found if value in used]
-        self._tensors = [found[value] for value in self._found]
-        self._run = _python_function(self._inputs + self._found, self._operations, self._returned)
+        returned = [recorder.node_of(value) for value in self.outputs]
+        self._read = (*recorder.read.values(),)
+        reads, self._read_tensors = _part(recorder, [*recorder.read], with_writes=False)
+        self._run_reads = _function_of(reads)
+        self.graph, self._tensors = _part(recorder, returned, with_writes=True)
+        self._run = self._run_operations = _function_of(self.graph)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """Repeat the call with other inputs of the same shapes."""
         with torch.no_grad(), autocast_off(inputs[0]):  # casts are operations of the record
-            return self._run(*inputs, *self._tensors)
+            outputs: Outputs = self._run(*inputs, *self._tensors)
+            return outputs
+
+    def __len__(self) -> int:
+        """The number of operations."""
+        return len(self.operations)
+
+    @property
+    def operations(self) -> list[Any]:
+        """The operations of torch's dispatcher, in order."""
+        targets = [node.target for node in self.graph.nodes if node.op == "call_function"]
+        return [target for target in targets if target is not operator.getitem]
 
     @property
     def can_be_compiled(self) -> bool:
         """Whether compilers take all operations."""
-        return all(each.function not in _torch.LSTM_LAYERS for each in self._operations)
+        return _torch.LSTM_LAYERS.isdisjoint(self.operations)
 
     def holds(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the values that Python read are the same for these inputs."""
         if not self._read:
             return True
         with torch.no_grad(), autocast_off(inputs[0]):
-            return self._reads(*inputs, *self._read_tensors) == self._read
+            return bool(self._run_reads(*inputs, *self._read_tensors) == self._read)
 
     def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
         """Let a compiler fuse the operations; random numbers stay those of torch's generators.
@@ -314,177 +282,52 @@ class Record:
         """
         if not self.can_be_compiled:
             raise RuntimeError("torch's LSTM layer on a CPU cannot be compiled")
-        graph = _graph(self._inputs + self._found, self._operations, self._returned)
+        module = fx.GraphModule(torch.nn.Module(), deepcopy(self.graph))  # compilers change it
         if backend == "inductor":
-            tensors = [*inputs, *self._tensors]
-            self._run = _torch.by_inductor(graph, tensors, self.has_channels_last)
+            self._run = _torch.by_inductor(module, [*inputs, *self._tensors])
         else:
-            self._run = torch.compile(graph, backend=backend, dynamic=False)
+            self._run = torch.compile(module, backend=backend, dynamic=False)
 
     def interpret(self) -> None:
         """Run the operations one by one again."""
-        self._run = _python_function(self._inputs + self._found, self._operations, self._returned)
-
-    def __len__(self) -> int:
-        """The number of operations."""
-        return len(self._operations)
+        self._run = self._run_operations
 
 
-def _reads(recorder: _Recorder) -> tuple[Callable[..., Outputs], list[Tensor]]:
-    """Return the values that Python reads as a function of inputs and of the tensors returned."""
-    operations = [replace(each, results=[*each.results]) for each in recorder.operations]
-    operations = [each for each in operations if each.is_pure]
-    operations += [operation for operation, _ in recorder.read]
-    returned: list[Value | None] = [operation.results[0] for operation, _ in recorder.read]
-    found = dict(recorder.found)
-    kept = _simplified(operations, recorder.inputs, found, returned)
-    used = {value for each in kept for value in each.inputs}
-    found = {value: tensor for value, tensor in found.items() if value in used}
-    return _python_function([*recorder.inputs, *found], kept, returned), [*found.values()]
+def _part(
+    recorder: _Recorder, returned: list[fx.Node], with_writes: bool
+) -> tuple[fx.Graph, list[Tensor]]:
+    """Return the operations that results need, and all that write, with the tensors they find."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(recorder.graph, copies)
+    graph.output(tuple(copies[node] for node in returned))
+    found = {copies[node]: tensor for node, tensor in recorder.found.items()}
+    for node in reversed(graph.nodes):
+        is_input = node.op == "placeholder" and node not in found
+        is_dropped = not with_writes or _is_pure(node)
+        if not (node.users or is_input or node.op == "output") and is_dropped:
+            graph.erase_node(node)
+            found.pop(node, None)
+    return graph, [*found.values()]
 
 
-def _simplified(
-    operations: Sequence[Operation],
-    inputs: Sequence[Value],
-    found: dict[Value, Tensor],
-    returned: list[Value | None],
-) -> list[Operation]:
-    """Return the operations without repeated and unused ones, and with small constants in ``found``.
-
-    Memory that is written, or returned to a caller who may write it, is left alone.
-    """
-    changing = {value.storage for each in operations for value in each.written}
-    changing |= {value.storage for value in returned if value is not None}
-    same: dict[Value, Value] = {}
-    views = {(v.storage, v.layout): v for v in (*inputs, *found)}
-    known: dict[Any, list[Value]] = {}
-    kept: list[Operation] = []
-
-    def replaced(argument: Any) -> Any:
-        return same.get(argument, argument) if isinstance(argument, Value) else argument
-
-    for each in operations:
-        each.args, each.kwargs = tree_map(replaced, (each.args, each.kwargs))
-        results = each.results
-        if each.is_pure and not {v.storage for v in (*each.inputs, *results)} & changing:
-            if each.constants and len(each.constants) == len(results):
-                found |= dict(zip(results, each.constants, strict=True))
-                continue
-            key = each.function, _comparable(each.args), _comparable(each.kwargs)
-            if key in known:
-                same |= dict(zip(results, known[key], strict=True))
-                continue
-            known[key] = results
-        if each.is_pure and len(results) == 1 and results[0].layout:
-            view = views.setdefault((results[0].storage, results[0].layout), results[0])
-            if view is not results[0]:
-                same[results[0]] = view
-                each.results[:] = [view]  # for later operations that equal this one
-                continue
-        kept.append(each)
-    returned[:] = map(replaced, returned)
-    needed = {value for value in returned if value is not None}
-    used: list[Operation] = []
-    for each in reversed(kept):
-        if not each.is_pure or needed.intersection(each.results):
-            needed.update(each.inputs)
-            used.append(each)
-    return used[::-1]
-
-
-def _comparable(argument: Any) -> Any:
-    """Return an object that is equal for equal arguments."""
-    if isinstance(argument, (list, tuple)):
-        return tuple(map(_comparable, argument))
-    if isinstance(argument, dict):
-        return tuple((name, _comparable(value)) for name, value in sorted(argument.items()))
-    return argument if isinstance(argument, Value) else repr(argument)
-
-
-def _has_channels_last(operations: Sequence[Operation]) -> bool:
-    """Whether most convolved images are channels-last."""
-    convolutions = [each for each in operations if each.function is CONVOLUTION]
-    return 2 * sum(each.is_channels_last for each in convolutions) > len(convolutions)
-
-
-def _is_channels_last(image: Tensor) -> bool:
-    channels_last = image.ndim == 4 and image.is_contiguous(memory_format=torch.channels_last)
-    return channels_last and not image.is_contiguous()
-
-
-def _python_function(
-    inputs: Sequence[Value], operations: Sequence[Operation], returned: Sequence[Value | None]
-) -> Callable[..., Outputs]:
-    """Return the operations as a Python function, which frees each tensor after its last use."""
-    names = {value: f"t{number}" for number, value in enumerate(inputs)}
-    known: dict[str, Any] = {}
-
-    def text(argument: Any) -> str:
-        if isinstance(argument, Value):
-            return names[argument]
-        if isinstance(argument, (list, tuple)):
-            items = "".join(f"{text(item)}, " for item in argument)
-            return f"[{items}]" if isinstance(argument, list) else f"({items})"
-        if argument is None or type(argument) in (bool, int):
-            return repr(argument)
-        name = f"c{len(known)}"
-        known[name] = argument
-        return name
-
-    last = {value: each for each in operations for value in each.inputs}
-    kept = {*inputs, *returned}
-    lines = [f"def run({', '.join(names.values())}):"]
-    for each in operations:
-        function = text(_torch.fast_call(each.function))
-        arguments = [text(argument) for argument in each.args]
-        arguments += [f"{name}={text(argument)}" for name, argument in each.kwargs.items()]
-        names |= {value: f"t{len(names) + i}" for i, value in enumerate(each.results)}
-        results = ", ".join(names[value] for value in each.results)
-        target = f"{results}, = " if each.returns_list else f"{results} = "
-        lines.append((target if each.results else "") + f"{function}({', '.join(arguments)})")
-        done = {value for value in (*each.inputs, *each.results) if last.get(value, each) is each}
-        if done - kept:
-            lines.append(f"del {', '.join(sorted(names[value] for value in done - kept))}")
-    lines.append(f"return {text(tuple(returned))}")
-    exec("\n    ".join(lines), known)
-    function_of_tensors: Callable[..., Outputs] = known["run"]
-    return function_of_tensors
-
-
-def _graph(
-    inputs: Sequence[Value], operations: Sequence[Operation], returned: Sequence[Value | None]
-) -> fx.GraphModule:
-    """Return the operations as a graph for compilers."""
-    graph = fx.Graph()
-    nodes: dict[Value, Any] = {v: graph.placeholder(f"t{i}") for i, v in enumerate(inputs)}
-
-    def node_of(argument: Any) -> Any:
-        return nodes[argument] if isinstance(argument, Value) else argument
-
-    for each in operations:
-        args, kwargs = tree_map(node_of, (each.args, each.kwargs))
-        node = graph.call_function(each.function, args, kwargs)
-        for number, value in enumerate(each.results):
-            nodes[value] = (
-                graph.call_function(operator.getitem, (node, number)) if each.returns_list else node
-            )
-    graph.output(tuple(map(node_of, returned)))
-    return fx.GraphModule(torch.nn.Module(), graph)
+def _function_of(graph: fx.Graph) -> Callable[..., Any]:
+    """Return the operations as a Python function, which calls them without torch's layer of Python."""
+    code = graph.python_code("self")
+    operations = {node.target for node in graph.nodes if node.op == "call_function"}
+    names = {f"torch.ops.{each}".replace(".", "_"): each for each in operations}
+    known = code.globals | {name: _torch.fast_call(each) for name, each in names.items()}
+    exec(re.sub(r"torch\.ops(\.\w+){3}", lambda found: found[0].replace(".", "_"), code.src), known)
+    return partial(known["forward"], None)
 
 
 def explain(error: BaseException) -> str:
     """Return the reason why a step cannot be recorded, and the line outside of torch and Pyro."""
     message = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    line = _origin_of(error)
-    return f"{message}, at {line}" if line else message
-
-
-def _origin_of(error: BaseException) -> str | None:
     libraries = tuple(f"{Path(str(library.__file__)).parent}{os.sep}" for library in (torch, pyro))
     own = __file__, str(_torch.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith((*libraries, *own, "<"))]
     if not outside:
-        return None
+        return message
     line = linecache.getline(outside[-1].filename, outside[-1].lineno or 0).strip()
-    return f"{outside[-1].filename}:{outside[-1].lineno}, `{line}`"
+    return f"{message}, at {outside[-1].filename}:{outside[-1].lineno}, `{line}`"
