@@ -5,42 +5,12 @@ import math
 import pytest
 import torch
 
-from pyro_structvi.distributions import EigenbasisNormal, MatrixNormal, MeanFieldNormal
+from pyro_structvi.distributions import EigenbasisNormal
 from pyro_structvi.structures.eigenbasis import block_rotation, num_angles
-from tests.distributions.cases import make_eigenbasis, make_matrix_normal
-
-SHAPE = (4, 3)
 
 
 def identity(size):
     return torch.eye(size, dtype=torch.float64)
-
-
-def test_identity_bases_are_mean_field():
-    own = make_eigenbasis((), SHAPE, torch.float64)
-    q = EigenbasisNormal(own.loc, own.scale, identity(4), identity(3))
-    exact = MeanFieldNormal(own.loc, own.scale)
-    torch.testing.assert_close(q.covariance_matrix, exact.covariance_matrix)
-
-
-def test_scales_of_rank_one_are_a_matrix_normal():
-    exact: MatrixNormal = make_matrix_normal((), SHAPE, torch.float64)
-    factors = exact.scale_tril_row, exact.scale_tril_column
-    (rows, row_basis), (columns, column_basis) = (torch.linalg.eigh(L @ L.mT) for L in factors)
-    scale = rows.sqrt().outer(columns.sqrt())
-    q = EigenbasisNormal(exact.loc, scale, row_basis, column_basis)
-    torch.testing.assert_close(q.covariance_matrix, exact.covariance_matrix)
-    torch.testing.assert_close(q.log_det_covariance, exact.log_det_covariance)
-
-
-def test_several_outputs_of_a_regression_with_kronecker_noise_are_in_the_family():
-    inputs, noise = torch.randn(9, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
-    hessians = noise @ noise.mT, inputs.mT @ inputs
-    posterior = torch.linalg.inv(torch.kron(*hessians) + 2 * identity(12))
-    (rows, row_basis), (columns, column_basis) = map(torch.linalg.eigh, hessians)
-    scale = (rows.outer(columns) + 2).rsqrt()
-    q = EigenbasisNormal(torch.zeros_like(scale), scale, row_basis, column_basis)
-    torch.testing.assert_close(q.covariance_matrix, posterior)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 64])

@@ -7,15 +7,14 @@ from torch.distributions import Normal
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.linalg.matrices import floored_sqrt
 
+NAN, INF = float("nan"), float("inf")
+
 
 def test_scale_broadcasts_to_loc():
     loc, scale = torch.randn(2, 4, 3), torch.rand(4, 1) + 0.1
     q = MeanFieldNormal(loc, scale, event_dim=2)
     assert (q.batch_shape, q.event_shape) == ((2,), (4, 3))
     torch.testing.assert_close(q.stddev, scale.expand(2, 4, 3), check_stride=False)
-
-
-def test_scale_may_be_a_single_number():
     assert MeanFieldNormal(torch.zeros(4, 3), torch.tensor(0.5)).variance_sum.item() == 3.0
 
 
@@ -37,24 +36,30 @@ def test_single_numbers_equal_a_normal():
     torch.testing.assert_close(q.variance_sum, plain.variance)
 
 
-def test_scale_that_would_enlarge_loc_is_refused():
-    message = r"`scale` must broadcast to the shape of `loc` = \(4, 3\), but got shape \(2, 4, 3\)"
-    with pytest.raises(ValueError, match=message):
-        MeanFieldNormal(torch.zeros(4, 3), torch.ones(2, 4, 3))
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
-def test_scale_must_be_positive_and_finite(wrong):
+def wrong_entry(value):
     scale = torch.ones(4, 3)
-    scale[1, 2] = wrong
-    with pytest.raises(ValueError, match="`scale` must be positive and finite everywhere"):
+    scale[1, 2] = value
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (
+            torch.ones(2, 4, 3),
+            r"must broadcast to the shape of `loc` = \(4, 3\), but got shape \(2, 4, 3\)",
+        ),
+        (
+            torch.ones(4, 3, dtype=torch.float32),
+            r"must have the dtype of `loc`, torch\.float64, but got torch\.float32",
+        ),
+        *((value, "must be positive and finite everywhere") for value in (0.0, -1.0, NAN, INF)),
+    ],
+)
+def test_other_scales_are_refused(scale, message):
+    scale = wrong_entry(scale) if isinstance(scale, float) else scale
+    with pytest.raises(ValueError, match=f"`scale` {message}"):
         MeanFieldNormal(torch.zeros(4, 3), scale)
-
-
-def test_scale_of_another_dtype_is_refused():
-    message = r"`scale` must have the dtype of `loc`, torch\.float64, but got torch\.float32"
-    with pytest.raises(ValueError, match=message):
-        MeanFieldNormal(torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.float32))
 
 
 def test_validation_can_be_switched_off():

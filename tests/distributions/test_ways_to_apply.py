@@ -5,8 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import BernoulliDropout, ConditionalNormal, PointMixture
-from pyro_structvi.maps import ConvolutionMap, DenseMap
-from tests.distributions.cases import CASES, MATRIX, make_joint
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from tests.distributions.cases import (
+    CASES,
+    MATRIX,
+    make_inducing,
+    make_joint,
+    make_mean_field,
+)
 from tests.unit_noise import draw_with_noise
 
 BOTH, DRAWN = ("outputs", "weight"), ("weight",)
@@ -31,23 +37,16 @@ def expected_ways(case, kind):
     return DRAWN if is_refused else BOTH
 
 
-@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("kind", MAPS)
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "inducing" not in case.name], ids=lambda case: case.name
-)
-def test_outputs_come_first_wherever_they_can_be_drawn(case, kind, joined):
-    q, (linear_map, x) = case.make((), MATRIX, torch.float64), MAPS[kind]
-    linear_map, x = linear_map.join_bias(x) if joined else (linear_map, x)
-    assert q.ways_to_apply(linear_map, x) == expected_ways(case, kind)
-
-
-@pytest.mark.parametrize("kind", MAPS)
-@pytest.mark.parametrize(
-    "q", [BernoulliDropout(torch.ones(MATRIX), 0.5), PointMixture(torch.ones(2, *MATRIX))]
-)
-def test_known_weights_give_outputs_under_every_map(q, kind):
-    assert q.ways_to_apply(*MAPS[kind]) == BOTH
+def test_outputs_come_first_wherever_they_can_be_drawn(kind):
+    linear_map, x = MAPS[kind]
+    for case in CASES:
+        if "inducing" not in case.name:
+            q, expected = case.make((), MATRIX, torch.float64), expected_ways(case, kind)
+            assert q.ways_to_apply(linear_map, x) == expected, case.name
+            assert q.ways_to_apply(*linear_map.join_bias(x)) == expected, case.name
+    for q in (BernoulliDropout(torch.ones(MATRIX), 0.5), PointMixture(torch.ones(2, *MATRIX))):
+        assert q.ways_to_apply(linear_map, x) == BOTH
 
 
 # Multiplications of an example's outputs, with M = (3, 2) inducing weights: `thin` = 2 in + 6 + 3 out
@@ -73,19 +72,28 @@ def conditional(shape):
     return ConditionalNormal(joint, torch.randn(3, 2), 0.5)
 
 
-def test_inducing_weights_of_groups_are_drawn_and_formed():
-    assert conditional((4, 12)).ways_to_apply(convolution(2), IMAGES) == DRAWN
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "inducing" in case.name], ids=lambda case: case.name
-)
-def test_a_factored_draw_forms_the_weight_that_it_applies(case):
-    q, x, bias = case.make((), MATRIX, torch.float64), torch.randn(5, 3), torch.randn(4)
-    noise = torch.randn(draw_with_noise(q.rsample, None)[1])
-    weight = draw_with_noise(q.rsample, noise)[0]
-    for draw, expected in (
-        (lambda: q.draw_factored().weight(), weight),
-        (lambda: q.draw_factored().apply(DenseMap(), x, bias), F.linear(x, weight, bias)),
+@pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])
+def test_inducing_weights_of_groups_are_drawn_and_formed(join):
+    linear_map = join(convolution(2))
+    for q in (
+        conditional((4, 12)),
+        make_inducing(make_mean_field, False)((), (4, 12), torch.float64),
     ):
-        torch.testing.assert_close(draw_with_noise(draw, noise)[0], expected)
+        assert q.ways_to_apply(linear_map, IMAGES) == DRAWN
+
+
+def test_a_factored_draw_forms_the_weight_that_it_applies():
+    for case in CASES:
+        if "inducing" not in case.name:
+            continue
+        q, x, bias = case.make((), MATRIX, torch.float64), torch.randn(5, 3), torch.randn(4)
+        noise = torch.randn(draw_with_noise(q.rsample, None)[1])
+        weight = draw_with_noise(q.rsample, noise)[0]
+        for draw, expected in (
+            (lambda q=q: q.draw_factored().weight(), weight),
+            (
+                lambda q=q, x=x, bias=bias: q.draw_factored().apply(DenseMap(), x, bias),
+                F.linear(x, weight, bias),
+            ),
+        ):
+            torch.testing.assert_close(draw_with_noise(draw, noise)[0], expected)

@@ -39,23 +39,6 @@ def make_model():
 # ---- the interface -------------------------------------------------------------------------------
 
 
-@every_guide
-def test_a_guide_answers_as_pyros(make_guide):
-    model, data = make_model(), regression_data()
-    guide = make_guide(model, init_scale=0.3)
-    assert isinstance(guide, AutoGuide)
-    median, quantiles = guide.median(*data), guide.quantiles(PROBS, *data)
-    assert median.keys() == quantiles.keys() == set(guide.site_names)
-    assert guide.is_initialized
-    drawn = guide(*data)
-    assert [each.shape for each in guide.call(*data)] == [
-        drawn[name].shape for name in sorted(drawn)
-    ]
-    for name, values in quantiles.items():
-        assert values.shape == (3, *drawn[name].shape)
-        assert bool((values.diff(dim=0) >= 0).all())
-
-
 @pytest.mark.parametrize("make_guide", NORMAL.values(), ids=NORMAL)
 def test_quantiles_are_those_of_the_dense_normal(make_guide):
     guide = make_guide(make_model(), init_scale=0.3)
@@ -115,24 +98,18 @@ def test_quantiles_rise_on_every_support(support, back):
     torch.testing.assert_close(back(guide.quantiles([0.2, 0.8])["z"]), expected)
 
 
-@pytest.mark.parametrize("name", ["k-tied", "ensemble"])
-def test_quantiles_in_half_precision_are_in_single(name):
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2).bfloat16(), prior=1.0), 12, 0.3)
-    found = GUIDES[name](model).quantiles([0.1, 0.9])["net.weight"]
-    assert found.dtype == torch.float32
-    assert bool(torch.isfinite(found).all())
-
-
-@pytest.mark.parametrize("wrong", [[0.5, -0.1], [float("nan")]])
-def test_quantiles_are_of_probabilities(wrong):
-    with pytest.raises(ValueError, match="`quantiles` must be numbers from 0 to 1"):
-        ps.MeanFieldGuide(make_model()).quantiles(wrong)
-
-
-def test_quantiles_that_are_not_known_name_the_sites():
+def test_quantiles_are_of_probabilities_and_known_distributions():
+    for wrong in ([0.5, -0.1], [float("nan")]):
+        with pytest.raises(ValueError, match="`quantiles` must be numbers from 0 to 1"):
+            ps.MeanFieldGuide(make_model()).quantiles(wrong)
     guide = ps.InducingWeightGuide(make_model(), (2, 2), FullCovariance(), shared=True)
     with pytest.raises(NotImplementedError, match=r"'net.0.weight', 'net.2.weight'.*guide.draw()"):
         guide.quantiles([0.5])
+    half = ps.Regressor(ps.bayesianize(nn.Linear(3, 2).bfloat16(), prior=1.0), 12, 0.3)
+    for name in ("k-tied", "ensemble"):
+        found = GUIDES[name](half).quantiles([0.1, 0.9])["net.weight"]
+        assert found.dtype == torch.float32
+        assert bool(torch.isfinite(found).all())
 
 
 # ---- among Pyro's guides -------------------------------------------------------------------------
@@ -185,19 +162,22 @@ def test_parts_of_a_list_stand_in_one_plate():
 
 
 @every_guide
-def test_copies_and_predictions(make_guide):
+def test_a_guide_answers_as_pyros_and_has_copies(make_guide):
     model, data = make_model(), regression_data()
-    guide = make_guide(model)
+    guide = make_guide(model, init_scale=0.3)
+    assert isinstance(guide, AutoGuide)
+    median, quantiles = guide.median(*data), guide.quantiles(PROBS, *data)
+    assert median.keys() == quantiles.keys() == set(guide.site_names)
+    assert guide.is_initialized
+    drawn = guide(*data)
+    shapes = [drawn[name].shape for name in sorted(drawn)]
+    assert [each.shape for each in guide.call(*data)] == shapes
     train(model, guide, Trace_ELBO(), data)
-    median = guide.median()
     file = io.BytesIO()
     torch.save(guide, file)
     file.seek(0)
-    copies = [
-        copy.deepcopy(guide),
-        pickle.loads(pickle.dumps(guide)),
-        torch.load(file, weights_only=False),
-    ]
+    unpickled = pickle.loads(pickle.dumps(guide)), torch.load(file, weights_only=False)
+    copies, median = [copy.deepcopy(guide), *unpickled], guide.median()
     for each in copies:
         assert all(torch.equal(each.median()[name], value) for name, value in median.items())
     assert [each.model for each in copies] == [model, None, None]
@@ -217,15 +197,6 @@ def assert_compiled_is_eager(compiled, eager, model, guide, data):
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("posterior", ["diagonal", "ensemble"])
-def test_pyros_compiled_objective_has_the_eager_gradients(posterior):
-    net = nn.Linear(3, 2, dtype=torch.float64)
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 12, 0.3)
-    data = torch.randn(12, 3).double(), torch.randn(12, 2).double()
-    guide = ps.InducingWeightGuide(model, (2, 2), posterior, init_scale=0.3)
-    assert_compiled_is_eager(JitTrace_ELBO(), Trace_ELBO(), model, guide, data)
-
-
 def latents_in_a_plate(x, y):
     with pyro.plate("groups", 4):
         shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
@@ -235,31 +206,33 @@ def latents_in_a_plate(x, y):
 
 EXPANDING = {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 1}
 MODELS = {"net": make_model, "plate": lambda: latents_in_a_plate}
+ALONE = [("inducing weights", "net"), ("inducing ensemble", "net")]
+EXPANDED = [*((name, "net") for name in (*NORMAL, "points")), ("mean field", "plate")]
+TRACED = GUIDES | {
+    "inducing ensemble": lambda model, **options: ps.InducingWeightGuide(
+        model, (2, 2), "ensemble", **options
+    )
+}
 EXPANDED = [(name, "net") for name in (*NORMAL, "points")]
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [*EXPANDED, ("mean field", "plate"), ("points", "plate")]
+    ("name", "make", "options"),
+    [
+        *((*case, {}) for case in ALONE),
+        *((*case, EXPANDING) for case in (*EXPANDED, ("points", "plate"))),
+    ],
 )
-def test_so_has_one_that_expands_sites(name, make):
-    """By the plate of particles, or by one of the model: while it is traced sizes are tensors."""
-    model = MODELS[make]()
-    objectives = [each(**EXPANDING) for each in (JitTrace_ELBO, Trace_ELBO)]
-    guide = GUIDES[name](model, init_scale=0.3)
-    assert_compiled_is_eager(*objectives, model, guide, regression_data())
-
-
-@pytest.mark.parametrize("make", MODELS)
-def test_so_has_the_mean_field_one_the_loss(make):
-    """At draws that do not differ, since it takes noise in another order."""
+def test_pyros_compiled_objective_has_the_eager_gradients(name, make, options):
+    """Sites are expanded by the plate of particles, or by one of the model."""
     model, data = MODELS[make](), regression_data()
-    guide = ps.MeanFieldGuide(model, init_scale=1e-9)
-    both = [each(**EXPANDING) for each in (JitTraceMeanField_ELBO, TraceMeanField_ELBO)]
-    losses = [objective.loss_and_grads(model, guide, *data) for objective in both]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_an_ensemble_is_not_traced_with_one_member():
-    model = make_model()
-    with pytest.raises(NotImplementedError, match="draws a member in each call"):
-        train(model, GUIDES["ensemble"](model), JitTrace_ELBO(), regression_data())
+    objectives = [each(**options) for each in (JitTrace_ELBO, Trace_ELBO)]
+    guide = TRACED[name](model, init_scale=0.3)
+    assert_compiled_is_eager(*objectives, model, guide, data)
+    if name == "mean field":  # at draws that do not differ, since it takes noise in another order
+        guide = ps.MeanFieldGuide(model, init_scale=1e-9)
+        both = [each(**options) for each in (JitTraceMeanField_ELBO, TraceMeanField_ELBO)]
+        losses = [objective.loss_and_grads(model, guide, *data) for objective in both]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        with pytest.raises(NotImplementedError, match="draws a member in each call"):
+            train(model, GUIDES["ensemble"](model), JitTrace_ELBO(), data)

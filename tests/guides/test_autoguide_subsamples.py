@@ -21,7 +21,7 @@ from torch.distributions import Normal
 
 import pyro_structvi as ps
 from pyro_structvi.extend import Family
-from tests.guides.autoguide_models import GUIDES, PROBS, every_guide, train
+from tests.guides.autoguide_models import GUIDES, PROBS, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:No closed-form KL"),
@@ -75,9 +75,9 @@ def test_a_batch_trains_its_rows(guide, make_loss):
         assert changed.nonzero().flatten().tolist() == [2, 5, 7]
 
 
-def test_the_terms_of_a_batch_are_those_of_its_rows():
+def test_the_terms_and_predictions_of_a_batch_are_those_of_its_rows():
     y, index = torch.randn(SIZE), torch.tensor([7, 2, 5])
-    guide = ps.MeanFieldGuide(in_batches, create_plates=plate_of)
+    guide = ps.MeanFieldGuide(in_batches, create_plates=plate_of, init_scale=1e-3)
     guide.initialize(y, index)
     guide["shift"].loc.data = torch.arange(SIZE).float()
     terms = ps.StructuredELBO().terms(in_batches, guide, y, index)
@@ -87,15 +87,11 @@ def test_the_terms_of_a_batch_are_those_of_its_rows():
     trace = poutine.trace(guide).get_trace(y, index)
     assert trace.nodes["shift"]["scale"] == SIZE / 3
     assert torch.equal(trace.nodes["shift"]["fn"].mean, index.float())
-
-
-def make_eager(model, guide):
-    return SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO())
-
-
-def make_compiled(model, guide):
-    optim = pyro.optim.Adam({"lr": 0.1})
-    return ps.CompiledSVI(model, guide, optim, ps.StructuredELBO(), backend=None)
+    drawn = Predictive(in_batches, guide=guide, num_samples=5)(torch.zeros(SIZE), index)["shift"]
+    assert (drawn - index).abs().max() < 0.1
+    guide = ps.MeanFieldGuide(in_batches, create_plates=lambda y, index: ["data"])
+    with pytest.raises(TypeError, match=r"`create_plates` must return a pyro.plate or several"):
+        guide(y, torch.arange(3))
 
 
 def test_medians_and_quantiles_of_local_latents_are_those_of_auto_normal():
@@ -117,16 +113,16 @@ def test_medians_and_quantiles_of_local_latents_are_those_of_auto_normal():
         torch.testing.assert_close(ours.quantiles(PROBS)[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("make_svi", [make_eager, make_compiled])
-def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(make_svi):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(is_compiled):
     def model(y):
         with pyro.plate("data", SIZE, subsample_size=3) as index:
             shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
             pyro.sample("obs", dist.Normal(shift, 0.5), obs=y[index])
 
-    y = torch.arange(SIZE) / 4.0
-    guide = ps.MeanFieldGuide(model)
-    svi = make_svi(model, guide)
+    y, guide = torch.arange(SIZE) / 4.0, ps.MeanFieldGuide(model)
+    make, options = (ps.CompiledSVI, {"backend": None}) if is_compiled else (SVI, {})
+    svi = make(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO(), **options)
     for _ in range(150):
         svi.step(y)
     assert (guide.median()["shift"] - y * 16 / 17).abs().max() < 0.5
@@ -145,21 +141,6 @@ def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
     guide = ps.MeanFieldGuide(model, create_plates=plate_of)
     ps.fit(model, guide, data, **options)
     assert (guide.median()["shift"] - data[0] * 16 / 17).abs().max() < 0.5
-
-
-def test_predictions_of_a_batch_have_its_rows():
-    index = torch.tensor([7, 2, 5])
-    guide = ps.MeanFieldGuide(in_batches, create_plates=plate_of, init_scale=1e-3)
-    guide.initialize(torch.zeros(SIZE), index)
-    guide["shift"].loc.data = torch.arange(SIZE).float()
-    drawn = Predictive(in_batches, guide=guide, num_samples=5)(torch.zeros(SIZE), index)["shift"]
-    assert (drawn - index).abs().max() < 0.1
-
-
-def test_create_plates_must_return_plates():
-    guide = ps.MeanFieldGuide(in_batches, create_plates=lambda y, index: ["data"])
-    with pytest.raises(TypeError, match=r"`create_plates` must return a pyro.plate or several"):
-        guide(torch.randn(SIZE), torch.arange(3))
 
 
 # ---- starts and supports -------------------------------------------------------------------------
@@ -220,10 +201,23 @@ def test_supports_of_fewer_dimensions(prior, size):
     assert guide.quantiles([0.4, 0.6])["z"].shape == (2, *prior.shape())
 
 
-@pytest.mark.parametrize("support", [constraints.sphere, constraints.positive_definite])
-def test_a_support_without_a_bijection_is_an_error_that_names_the_site(support):
-    shape = (3,) if support is constraints.sphere else (3, 3)
+class OnTheSphere(Family):
+    needs = "a direction"
 
+    def fits(self, site):
+        return site.support is constraints.sphere
+
+    def init(self, site, loc, scale):
+        return {"loc": loc.clone()}
+
+    def distribution(self, site, loc):
+        return dist.VonMises3D(loc).mask(False)
+
+
+@pytest.mark.parametrize(
+    ("support", "shape"), [(constraints.sphere, (3,)), (constraints.positive_definite, (3, 3))]
+)
+def test_a_support_without_a_bijection_needs_a_family_of_ones_own(support, shape):
     def model():
         pyro.sample("direction", dist.ImproperUniform(support, (), shape))
 
@@ -231,24 +225,10 @@ def test_a_support_without_a_bijection_is_an_error_that_names_the_site(support):
         with pytest.raises(ValueError, match=r"'direction' lies on .*ProjectedNormalReparam"):
             make_guide(model).initialize()
 
-
-def test_a_family_of_ones_own_may_serve_a_support_without_a_bijection():
-    class OnTheSphere(Family):
-        needs = "a direction"
-
-        def fits(self, site):
-            return site.support is constraints.sphere
-
-        def init(self, site, loc, scale):
-            return {"loc": loc.clone()}
-
-        def distribution(self, site, loc):
-            return dist.VonMises3D(loc).mask(False)
-
-    def model():
+    def projected():
         pyro.sample("direction", dist.ProjectedNormal(torch.ones(3)))
 
-    guide = ps.StructuredGuide(model, {"direction": OnTheSphere()})
+    guide = ps.StructuredGuide(projected, {"direction": OnTheSphere()})
     guide.initialize()
     assert guide["direction"].loc.shape == (3,)
 
@@ -256,15 +236,15 @@ def test_a_family_of_ones_own_may_serve_a_support_without_a_bijection():
 # ---- batches without plates ----------------------------------------------------------------------
 
 
-@every_guide
-def test_a_site_of_one_element_needs_no_event(make_guide):
+def test_a_site_of_one_element_needs_no_event():
     def model():
         return pyro.sample("z", dist.Normal(torch.zeros(1), 1.0))
 
-    guide = make_guide(model)
-    for loss in (Trace_ELBO(), ps.StructuredELBO()):
-        train(model, guide, loss, ())
-    assert guide.median()["z"].shape == (1,)
+    for make_guide in GUIDES.values():
+        guide = make_guide(model)
+        for loss in (Trace_ELBO(), ps.StructuredELBO()):
+            train(model, guide, loss, ())
+        assert guide.median()["z"].shape == (1,)
 
 
 def test_a_batch_in_no_plate_gets_what_takes_batches_or_an_error_that_says_what_to_write():

@@ -24,37 +24,26 @@ from tests.guides.layered import NOISE, dense_regression, make_model, make_net, 
 FEW_AND_MANY = pytest.mark.parametrize("count", [3, 6])  # rows, of 4 inputs
 
 
-def given_rows(count, event_shape=(3, 2, 2)):
-    """Return a weight given random rows, and the dense mean ``(out, in)`` and covariance of a row."""
-    rows, target = torch.randn(count, 4), torch.randn(count, event_shape[0])
-    log_precision, log_scale = torch.randn(count), torch.randn(4)
+@pytest.mark.parametrize("own", [False, True], ids=["one precision", "of each output"])
+@FEW_AND_MANY
+def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression(count, own):
+    rows, target, event_shape = torch.randn(count, 4), torch.randn(count, 3), (3, 2, 2)
+    log_precision, log_scale = torch.randn(count, 3) if own else torch.randn(count), torch.randn(4)
     q = NormalGivenInputs(torch.Size(event_shape), target, log_precision, log_scale).condition(rows)
     mean, covariance = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
-    return q, mean.mT, covariance
-
-
-@FEW_AND_MANY
-def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression(count):
-    q, mean, covariance = given_rows(count)
-    dense = torch.block_diag(covariance, covariance, covariance)
-    torch.testing.assert_close(q.mean, mean.reshape(3, 2, 2))
+    covariance = covariance.expand(3, 4, 4)
+    dense = torch.block_diag(*covariance)
+    torch.testing.assert_close(q.mean, mean.mT.reshape(event_shape))
     torch.testing.assert_close(q.covariance_matrix, dense)
-    torch.testing.assert_close(q.variance, dense.diagonal().reshape(3, 2, 2))
+    torch.testing.assert_close(q.variance, dense.diagonal().reshape(event_shape))
     torch.testing.assert_close(q.variance_sum, dense.trace())
     torch.testing.assert_close(q.log_det_covariance, torch.logdet(dense))
-    value = torch.randn(2, 3, 2, 2)
-    expected = MultivariateNormal(mean.flatten(), dense).log_prob(value.flatten(1))
+    value, x = torch.randn(2, *event_shape), torch.randn(5, 4)
+    expected = MultivariateNormal(mean.mT.flatten(), dense).log_prob(value.flatten(1))
     torch.testing.assert_close(q.log_prob(value), expected)
-
-
-@FEW_AND_MANY
-def test_each_output_has_the_regression_of_its_own_precisions(count):
-    rows, target = torch.randn(count, 4), torch.randn(count, 2)
-    log_precision, log_scale = torch.randn(count, 2), torch.randn(4)
-    q = NormalGivenInputs(torch.Size([2, 2, 2]), target, log_precision, log_scale).condition(rows)
-    mean, covariances = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
-    torch.testing.assert_close(q.mean, mean.mT.reshape(2, 2, 2))
-    torch.testing.assert_close(q.covariance_matrix, torch.block_diag(*covariances))
+    torch.testing.assert_close(q.image(x).mean, x @ mean)
+    variance = torch.einsum("bi,oij,bj->bo", x, covariance, x)
+    torch.testing.assert_close(q.image(x).variance, variance)
 
 
 def test_a_mean_and_a_noise_scale_have_their_own_precisions():
@@ -66,16 +55,6 @@ def test_a_mean_and_a_noise_scale_have_their_own_precisions():
     ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
     gradient = guide["net.2.weight"].log_precision.grad
     assert not torch.allclose(gradient[:, 0], gradient[:, 1])
-
-
-@FEW_AND_MANY
-def test_its_image_is_that_of_a_regression(count):
-    q, mean, covariance = given_rows(count, (3, 4))
-    x = torch.randn(5, 4)
-    image = q.image(x)
-    torch.testing.assert_close(image.mean, x @ mean.mT)
-    variance = (x @ covariance * x).sum(-1, keepdim=True).expand(5, 3)
-    torch.testing.assert_close(image.variance, variance)
 
 
 @FEW_AND_MANY

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from operator import methodcaller
 
 import pyro
 import pyro.poutine as poutine
@@ -109,6 +108,12 @@ def test_it_is_saved_loaded_and_copied():
         ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
 
 
+def assert_finite_gradients(guide):
+    for name, parameter in guide.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
 def test_parameters_are_of_full_precision_under_autocast():
     x, y = torch.randn(20, 2).float(), torch.randn(20, 1).float()
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).float(), 1.0)
@@ -116,26 +121,21 @@ def test_parameters_are_of_full_precision_under_autocast():
     guide = ps.GlobalInducingGuide(model, 5)
     with torch.autocast("cpu", torch.bfloat16):
         ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
-    for name, parameter in guide.named_parameters():
-        assert parameter.dtype == torch.float32, name
-        assert parameter.grad.isfinite().all(), name
+    assert {parameter.dtype for parameter in guide.parameters()} == {torch.float32}
+    assert_finite_gradients(guide)
 
 
 def test_attention_and_skips_have_a_gradient_for_every_parameter():
     attention = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0)
-    net = ps.bayesianize(
-        nn.Sequential(attention, nn.Flatten(), nn.Linear(12, 3)), 1.0, normalization=False
-    )
-    model = ps.Classifier(net, num_data=6)
+    net = nn.Sequential(attention, nn.Flatten(), nn.Linear(12, 3))
+    model = ps.Classifier(ps.bayesianize(net, 1.0, normalization=False), num_data=6)
     x, y = torch.randn(6, 3, 4), torch.randint(3, (6,))
     guide = ps.GlobalInducingGuide(model, x[:2])
     scramble(guide)
     ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
     assert len(guide["net.2.weight"].target) == 2
     assert len(guide["net.0.linear1.weight"].target) == 6  # of 3 positions each
-    for name, parameter in guide.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
+    assert_finite_gradients(guide)
 
 
 def test_a_function_has_its_points_at_the_first_call():
@@ -159,34 +159,18 @@ def test_a_function_has_its_points_at_the_first_call():
 # ---- what it refuses ---------------------------------------------------------------------------------
 
 
-def test_weights_that_are_used_otherwise_are_named():
-    net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 1))
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
-    words = torch.randint(5, (6, 2))
-    with pytest.raises(RuntimeError, match=r"'net.0.weight'.* in another way first.*MeanField"):
-        ps.GlobalInducingGuide(model, words)
-    guide = ps.GlobalInducingGuide(
-        model, words, families={"net.0.*": MeanField()}, train_inputs=True
-    )
-    assert guide["net.2.weight"].target.shape == (6, 1)
-    assert not isinstance(guide.inducing_inputs, nn.Parameter)  # words are no real numbers
-
-
-def test_all_weights_that_are_used_otherwise_are_named_at_once():
+def test_weights_that_are_used_otherwise_are_named_at_once():
     net = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(2, 2, 1, groups=2))
     first = nn.Sequential(net, nn.Flatten(), nn.Linear(8, 1))
     model = ps.Regressor(ps.bayesianize(first, prior=1.0), 20, NOISE)
-    sites = "'net.0.0.weight', 'net.0.1.weight'"
-    with pytest.raises(
-        RuntimeError, match=rf"sites \[{sites}\].*`families=.*'net.0.1.weight': Mean"
-    ):
-        ps.GlobalInducingGuide(model, torch.randint(5, (6, 2)))
+    sites, words = "'net.0.0.weight', 'net.0.1.weight'", torch.randint(5, (6, 2))
+    message = rf"sites \[{sites}\].*in another way.*`families=.*'net.0.1.weight': Mean"
+    with pytest.raises(RuntimeError, match=message):
+        ps.GlobalInducingGuide(model, words)
     families = {"net.0.*": MeanField()}
-    guide = ps.GlobalInducingGuide(model, torch.randint(5, (6, 2)), families=families)
+    guide = ps.GlobalInducingGuide(model, words, families=families, train_inputs=True)
     assert guide["net.2.weight"].target.shape == (6, 1)
-
-
-def test_groups_are_named():
+    assert not isinstance(guide.inducing_inputs, nn.Parameter)  # words are no real numbers
     net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
     model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
     with pytest.raises(RuntimeError, match=r"'net.1.weight' is transposed, stacked or in groups"):
@@ -195,12 +179,13 @@ def test_groups_are_named():
 
 def test_what_cannot_stand_beside_the_layers_is_refused():
     model, x = make_model(2, 3, 1), torch.randn(5, 2)
-    with pytest.raises(ValueError, match="are drawn jointly"):
-        ps.GlobalInducingGuide(model, x, families={"net.0.*": Members(3)})
-    with pytest.raises(TypeError, match="`first_layer` must be a family of one weight"):
-        ps.GlobalInducingGuide(model, x, first_layer=Members(3))
-    with pytest.raises(ValueError, match="`local_reparam` must be False"):
-        ps.GlobalInducingGuide(model, x, local_reparam=True)
+    for options, error, message in (
+        ({"families": {"net.0.*": Members(3)}}, ValueError, "are drawn jointly"),
+        ({"first_layer": Members(3)}, TypeError, "`first_layer` must be a family of one weight"),
+        ({"local_reparam": True}, ValueError, "`local_reparam` must be False"),
+    ):
+        with pytest.raises(error, match=message):
+            ps.GlobalInducingGuide(model, x, **options)
     with pytest.raises(ValueError, match="Pass the inducing points themselves"):
         ps.GlobalInducingGuide(model, 3).initialize(x=x)
     with pytest.raises(ValueError, match=r"but it is a torch.Tensor of shape \(\)"):
@@ -211,24 +196,18 @@ def test_what_cannot_stand_beside_the_layers_is_refused():
         guide.quantiles([0.5])
     with pytest.raises(NotImplementedError, match="depends on its points"):
         ps.estimate_memory(ps.GlobalInducingGuide, model)
-    with pytest.raises(NotImplementedError, match=r"Use `guide.draw\(\)`"):
-        _ = guide["net.2.weight"]().variance
-    with pytest.raises(NotImplementedError, match=r"Use `guide.draw\(\)`"):
-        _ = guide["net.2.weight"]().mean
-    for use in ("rsample", "log_prob"):
+    q = guide["net.2.weight"]()
+    for ask in (lambda: q.variance, lambda: q.mean, q.rsample, lambda: q.log_prob(x)):
         with pytest.raises(NotImplementedError, match=r"Use `guide.draw\(\)`"):
-            methodcaller(use, *([x] if use == "log_prob" else []))(guide["net.2.weight"]())
+            ask()
 
 
-def test_a_part_of_a_list_of_guides_is_refused():
+def test_a_part_of_a_list_of_guides_and_sites_of_single_examples_are_refused():
     model = make_model(2, 3, 1)
     together = pyro.infer.autoguide.AutoGuideList(model)
     together.append(ps.GlobalInducingGuide(poutine.block(model, hide=["net.2.bias"])))
     with pytest.raises(NotImplementedError, match="cannot be a part of an AutoGuideList"):
         together(torch.randn(20, 2), torch.randn(20, 1))
-
-
-def test_sites_of_single_examples_are_refused():
     guide = ps.GlobalInducingGuide(local_latent_function, 3)
     with pytest.raises(ValueError, match="belong to single examples"):
         guide.initialize(torch.randn(5, 3), torch.randn(5))

@@ -53,56 +53,34 @@ def test_predicting_from_a_guide_that_knows_no_site_is_an_error():
 
 
 def test_a_pickle_carries_no_data_and_no_model():
-    model = make_regressor(size=10_000)
-    guide = ps.KTiedGuide(model)
-    make_svi(model, guide).step(*regression_data(size=10_000))
+    model, data = make_regressor(size=10_000), regression_data(size=10_000)
+    guide = ps.KTiedGuide(model, init_loc_fn=lambda site: torch.zeros(site["fn"].shape()))
+    make_svi(model, guide).step(*data)
     payload = pickle.dumps(guide)
     assert len(payload) < 20_000
     loaded = pickle.loads(payload)
-    assert loaded.model is None
+    assert (loaded.model, loaded.init_loc_fn) == (None, None)
+    assert copy.deepcopy(guide).init_loc_fn is guide.init_loc_fn
     assert guide.model is model
     assert loaded.draw().keys() == guide.draw().keys()
-    make_svi(model, loaded).step(*regression_data(size=10_000))
-
-
-def test_a_guide_with_a_local_init_loc_fn_pickles_and_copies():
-    guide = ps.KTiedGuide(
-        make_regressor(), init_loc_fn=lambda site: torch.zeros(site["fn"].shape())
-    )
-    assert pickle.loads(pickle.dumps(guide)).init_loc_fn is None
-    assert copy.deepcopy(guide).init_loc_fn is guide.init_loc_fn
-
-
-def test_an_unpickled_guide_says_that_it_has_no_model():
-    guide = pickle.loads(pickle.dumps(ps.KTiedGuide(make_regressor())))
     with pytest.raises(RuntimeError, match="unpickled without its model"):
-        guide.initialize(*regression_data())
+        pickle.loads(payload).initialize(*data)
+    make_svi(model, loaded).step(*data)
 
 
-def test_sites_of_functions_come_in_the_order_of_execution():
+def test_sites_of_functions_come_in_the_order_of_execution_whatever_their_names():
+    names = ["last", "first", "a.b", "a/b", "values", "training"]
+
     def model():
-        for name in ("last", "first"):
-            pyro.sample(name, dist.Normal(torch.zeros(2), 1.0).to_event(1))
-
-    guide = ps.MeanFieldGuide(model)
-    guide.initialize()
-    assert guide.site_names == ["last", "first"]
-
-
-def test_unknown_site_is_a_key_error():
-    with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
-        ps.KTiedGuide(make_regressor())["net.9.weight"]
-
-
-def test_site_names_do_not_collide_with_each_other_or_with_torch():
-    def model():
-        for name in ("a.b", "a/b", "values", "training"):
+        for name in names:
             pyro.sample(name, dist.Normal(0.0, 1.0))
 
     guide = ps.MeanFieldGuide(model)
     guide.initialize()
-    assert len(list(guide.parameters())) == 8
-    assert guide.draw().keys() == {"a.b", "a/b", "values", "training"}
+    assert guide.site_names == [*guide.draw()] == names
+    assert len(list(guide.parameters())) == 2 * len(names)
+    with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
+        guide["net.9.weight"]
 
 
 def test_a_net_that_differentiates_itself_gets_drawn_weights():

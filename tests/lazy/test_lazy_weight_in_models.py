@@ -12,20 +12,19 @@ from tests.lazy_weights import IN, OUT, is_ordinary, k_tied_normal, lazy
 # ---- inputs that do not fit ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_an_input_of_another_dtype_is_explained(dtype):
-    message = (
-        rf"weight at site 'layer\.weight' must have dtype torch\.float64, but got {dtype}\..*"
-        r"`x\.to\(torch\.float64\)`"
-    )
-    with pytest.raises(ValueError, match=message):
-        F.linear(torch.ones(5, IN, dtype=dtype), lazy(name="layer.weight"))
-
-
-def test_an_input_on_another_device_is_explained():
-    message = r"site 'layer\.weight' must have device cpu, but got meta\. .*`x\.to\('cpu'\)`"
-    with pytest.raises(ValueError, match=message):
-        F.linear(torch.ones(5, IN, device="meta"), lazy(name="layer.weight"))
+@pytest.mark.parametrize(
+    ("kind", "own", "other"),
+    [
+        ("dtype", "torch.float64", torch.float32),
+        ("dtype", "torch.float64", torch.int64),
+        ("device", "'cpu'", "meta"),
+    ],
+)
+def test_an_input_of_another_dtype_or_device_is_explained(kind, own, other):
+    expected = own.strip("'")
+    message = rf"weight at site 'layer\.weight' must have {kind} {expected}, but got {other}\..*"
+    with pytest.raises(ValueError, match=rf"{message}`x\.to\({own}\)`"):
+        F.linear(torch.ones(5, IN, **{kind: other}), lazy(name="layer.weight"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,34 +42,25 @@ def test_autocast_takes_inputs_of_either_dtype(dtype):
 
 # ---- counting uses -------------------------------------------------------------------------------
 
+X = torch.ones(5, IN).double()
 COUNTS = {
     "none": (lambda w: (w.shape, w.dtype, len(w)), 0),
-    "a layer": (lambda w: F.linear(torch.ones(5, IN), w), 1),
-    "a layer by keyword": (lambda w: F.linear(input=torch.ones(5, IN), weight=w), 1),
-    "two layers": (lambda w: [F.linear(torch.ones(5, IN), w) for _ in range(2)], 2),
+    "a layer": (lambda w: F.linear(X, w), 1),
+    "a layer by keyword": (lambda w: F.linear(input=X, weight=w), 1),
+    "two layers": (lambda w: [F.linear(X, w) for _ in range(2)], 2),
     "twice in one call": (lambda w: w @ w.t(), 2),
     "a list": (lambda w: torch.stack([w, w, w]), 3),
+    "differentiated": (lambda w: torch.enable_grad()(F.linear)(X, w), 2),
+    "mapped": (lambda w: torch.vmap(lambda row: F.linear(row, w))(X), 2),
 }
 
 
-@pytest.mark.parametrize(("model", "count"), COUNTS.values(), ids=COUNTS.keys())
-def test_uses_are_counted(model, count):
-    use = SiteUse("weight")
-    with torch.no_grad():  # as in the run that counts
-        model(CountedWeight(torch.randn(OUT, IN), use))
-    assert use.count == count
-
-
-def test_a_use_that_is_differentiated_or_mapped_counts_twice():
-    x = torch.ones(5, IN)
-    for model in (
-        lambda w: torch.enable_grad()(F.linear)(x, w),
-        lambda w: torch.vmap(lambda row: F.linear(row, w))(x),
-    ):
+def test_uses_are_counted():
+    for name, (model, count) in COUNTS.items():
         use = SiteUse("weight")
-        with torch.no_grad():
+        with torch.no_grad():  # as in the run that counts
             model(CountedWeight(torch.randn(OUT, IN), use))
-        assert use.count == 2
+        assert use.count == count, name
 
 
 def test_a_counted_weight_acts_as_its_value():
@@ -90,13 +80,7 @@ def test_a_draw_first_seen_without_gradients_has_them_all_the_same():
     weight = lazy(q)
     with torch.no_grad():
         weight.norm()
+        assert not (lazy(q) + 0).requires_grad
     loss = (torch.randn(5, IN) @ weight.t()).sum()
     assert loss.requires_grad
     assert torch.autograd.grad(loss, q.loc)[0].ne(0).all()
-
-
-def test_a_weight_made_without_gradients_has_none():
-    q = k_tied_normal()
-    with torch.no_grad():
-        weight = lazy(q)
-        assert not (weight + 0).requires_grad

@@ -118,26 +118,6 @@ def test_members_of_an_ensemble_take_turns_over_passes():
     assert (members[0] - members[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("sizes", [[7, 1, 30, 12], [50]])
-def test_averages_over_parts_are_those_over_all(sizes):
-    mean, variance = 1e3 + torch.randn(50, 6, 4), torch.rand(50, 6, 4)
-    entropy, density = torch.rand(50, 6), 30 * torch.randn(50, 6)
-    averages = prediction._Averages()
-    for part in zip(
-        *(values.split(sizes) for values in (mean, variance, entropy, density)), strict=True
-    ):
-        averages.add(dict(zip(("mean", "variance", "entropy", "log_density"), part, strict=True)))
-    found = averages.result(lambda probabilities: torch.special.entr(probabilities).sum(-1))
-    exact = {"rtol": 1e-12, "atol": 1e-12}
-    spread = (mean - mean.mean(0)).square().mean(0)
-    torch.testing.assert_close(found["mean"], mean.mean(0), **exact)
-    torch.testing.assert_close(found["function_variance"], spread, **exact)
-    torch.testing.assert_close(found["variance"], variance.mean(0) + spread, **exact)
-    torch.testing.assert_close(averages.averages["entropy"], entropy.mean(0), **exact)
-    expected = density.logsumexp(0) - torch.tensor(50.0).log()
-    torch.testing.assert_close(found["log_density"], expected, **exact)
-
-
 @pytest.mark.parametrize("max_memory", [ONE_BY_ONE, 1e-5])
 def test_a_seed_gives_the_same_functions_for_any_mini_batches(max_memory):
     model, x = make_regressor(), torch.randn(11, 3)

@@ -127,18 +127,6 @@ def test_a_model_that_uses_or_returns_what_it_observes_draws_it(factor):
     assert_mean(functions.square(), torch.full((5,), 2.0 * (factor or 1) ** 2))
 
 
-def test_what_a_model_does_not_use_is_not_drawn(monkeypatch):
-    drawn = []
-    sample = dist.Normal.rsample
-    monkeypatch.setattr(
-        dist.Normal, "rsample", lambda self, *args: (drawn.append(1), sample(self, *args))[1]
-    )
-    model, (x, y) = make_regressor(), regression_data()
-    draws = draws_of(ps.MeanFieldGuide(model), 6)
-    ps.predict(model, draws, x, y=y, max_memory=ONE_BY_ONE)
-    assert len(drawn) == 1
-
-
 class Marked(torch.Tensor):
     """As a sharded tensor: of a subclass."""
 

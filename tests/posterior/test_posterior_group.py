@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.posterior.inference_data import dims_like, dims_of_sites, import_arviz
+from pyro_structvi.posterior.inference_data import dims_of_sites, import_arviz
 from tests.models import hierarchical_function, make_classifier, make_regressor, regression_data
 from tests.posterior.chains import GROUPS, chains_of, groups_of
 
@@ -185,16 +185,3 @@ def test_dims_of_factors_and_of_undeclared_sites_are_left_to_arviz():
     model = ps.Regressor(ps.bayesianize(net, layers={"0": ps.WalshHadamard()}), 5, 0.1)
     assert dims_of_sites(model, {"net.0.coefficients": (8,)}) == {}
     assert dims_of_sites(hierarchical_function, {"scale": (), "weight": (1, 3)}) == {}
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((12, 4), ["obs_id", "obs_dim_0"]),
-        ((12, 3), ["obs_id", "a_dim_0"]),
-        ((3, 4), ["a_dim_0", "a_dim_1"]),
-        ((), []),
-    ],
-)
-def test_dims_like_others_are_shared_for_as_long_as_sizes_agree(shape, expected):
-    assert dims_like("a", shape, ["obs_id", "obs_dim_0"], (12, 4)) == expected
