@@ -77,9 +77,6 @@ def test_draws_have_the_probabilities_of_all_weights(shape):
     assert_mean(drawn.double(), probabilities)
 
 
-# ---- the image -----------------------------------------------------------------------------------
-
-
 MAPS = {
     "dense": ((4, 3), DenseMap(), (2, 3)),
     "padding": ((4, 3, 2, 2), ConvolutionMap(F.conv2d, (3, 2, 2), padding=1), (2, 3, 3, 3)),
@@ -158,9 +155,6 @@ def test_channels_of_zeros_do_not_show_whether_they_were_dropped():
 def test_draws_in_low_precision_have_a_probability(dtype):
     q = BernoulliDropout(torch.randn(5, 7, dtype=dtype), RATE)
     assert torch.isfinite(q.log_prob(q.rsample((20,)))).all()
-
-
-# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_what_is_refused():

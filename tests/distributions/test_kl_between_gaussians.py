@@ -90,9 +90,6 @@ def test_a_strong_direction_keeps_its_digits_in_single_precision():
     close(ours.double(), exact, rtol=0, atol=1e-2)
 
 
-# ---- priors of torch -----------------------------------------------------------------------------
-
-
 def multivariate(size, kind, batch=()):
     loc = torch.randn(*batch, size)
     if kind == "full":
@@ -155,9 +152,6 @@ def test_what_has_no_closed_form_says_so():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"weights of one shape, but got \(4, 3\) and \(3, 4\)"):
         kl_divergence(make("matrix normal"), make("rowwise", (), (3, 4)))
-
-
-# ---- as the prior of a site ----------------------------------------------------------------------
 
 
 def test_points_and_joined_biases():

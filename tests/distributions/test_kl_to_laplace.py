@@ -149,9 +149,6 @@ def test_a_mixture_of_normals_is_no_normal():
             kl_divergence(make(law, event_shape=(4, 4)), JoinedPrior(weight, bias))
 
 
-# ---- gradients -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("difference", [0.0, 1e-3, -0.7, 30.0])
 def test_gradients_are_those_of_finite_differences(difference):
     def divergence(mean, scale, loc, prior_scale):

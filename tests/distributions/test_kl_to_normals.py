@@ -96,9 +96,6 @@ def test_nearly_parallel_factors_keep_their_determinant_in_single_precision(diff
     torch.testing.assert_close(*terms, rtol=0, atol=3e-3)
 
 
-# ---- joined priors -------------------------------------------------------------------------------
-
-
 def test_a_joined_prior_has_both_densities():
     weight, bias = Normal(torch.zeros(2, 3), 1.5), Normal(torch.ones(2), 0.5)
     prior, value = JoinedPrior(weight, bias), torch.randn(2, 4)

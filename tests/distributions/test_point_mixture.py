@@ -20,9 +20,6 @@ def make(batch_shape=(), count=3, event_shape=MATRIX):
     return PointMixture(torch.randn(*batch_shape, count, *event_shape), len(event_shape))
 
 
-# ---- moments and draws ---------------------------------------------------------------------------
-
-
 def frequencies(draws, members):
     """Return how often each of ``members (K, *event)`` was drawn; every draw must be one of them."""
     draws, members = draws.flatten(1), members.flatten(1)
@@ -69,9 +66,6 @@ def test_the_gradient_of_a_draw_goes_to_its_member():
     assert torch.equal(gradient, 2.0 * chosen[:, None, None].expand(gradient.shape))
 
 
-# ---- images --------------------------------------------------------------------------------------
-
-
 LINEAR_MAPS = {
     "dense": (DenseMap(), (5, 3), MATRIX, F.linear),
     "positions": (DenseMap(), (5, 2, 3), MATRIX, F.linear),
@@ -106,9 +100,6 @@ def test_examples_draw_their_members_apart():
     q = PointMixture(torch.tensor([[[0.0]], [[1.0]]]))
     draws = q.image(torch.ones(20_000, 1)).rsample()
     assert abs(draws.mean().item() - 0.5) < 4.9 * 0.5 / math.sqrt(20_000)  # false alarm 1e-6
-
-
-# ---- no density ----------------------------------------------------------------------------------
 
 
 def test_it_has_no_density():

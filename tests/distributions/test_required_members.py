@@ -73,9 +73,6 @@ def test_members_of_a_base_between_count_and_an_abstract_class_may_lack_them():
         define(Abstract, [])
 
 
-# ---- what is provided ----------------------------------------------------------------------------
-
-
 class Shifted(GaussianWeight):
     """Elements ``scale * (e_ij + e_i)`` with one further number ``e_i`` in each row."""
 
@@ -121,9 +118,6 @@ def test_the_required_members_are_enough_for_the_contract(batch):
     check_distribution(q, covariance=shifted_covariance)
     assert q.ways_to_apply(DenseMap(), torch.randn(5, 3)) == ("outputs", "weight")
     assert q.rows(torch.tensor([[0]])) is None
-
-
-# ---- public helpers ------------------------------------------------------------------------------
 
 
 def test_only_a_batch_of_weights_takes_positions_from_a_dense_map():

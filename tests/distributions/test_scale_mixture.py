@@ -96,9 +96,6 @@ def test_arguments_that_do_not_fit(scales, probs, message):
         ScaleMixtureNormal(scales, probs)
 
 
-# ---- as a prior ----------------------------------------------------------------------------------
-
-
 def test_it_moves_and_converts_with_the_net():
     bayes_net = ps.bayesianize(nn.Linear(2, 3).float(), prior=SPIKE_AND_SLAB)  # in = K
     for dtype in (torch.float32, torch.float64):

@@ -102,8 +102,6 @@ def test_no_parameter_is_the_value_that_init_loc_fn_gives(family):
     assert torch.equal(weight, before)
 
 
-# ---- refused options -----------------------------------------------------------------------------
-
 REFUSED = [
     (MeanField, "max_scale", [0, -1.0, "wide"]),
     (PrunedMeanField, "max_scale", [0]),

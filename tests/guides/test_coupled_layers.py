@@ -14,8 +14,6 @@ from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide, random
 from tests.models import make_regressor, regression_data
 from tests.statistics import assert_moments
 
-# ---- objectives ----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("kind", ["full", "full, shared"])
 def test_a_scale_of_model_and_guide_weighs_all_of_the_divergence(kind):
@@ -29,9 +27,6 @@ def test_a_scale_of_model_and_guide_weighs_all_of_the_divergence(kind):
     assert ("shared" in kind) == (len(plain) == 3)
     for name, nats in plain.items():
         close(weighed[name], 0.25 * nats)
-
-
-# ---- what layers draw together -------------------------------------------------------------------
 
 
 def chosen_members(guide, values):

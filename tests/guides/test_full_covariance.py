@@ -11,8 +11,6 @@ from pyro_structvi.families import FullCovariance, MeanField
 from pyro_structvi.sites.parameterization import parameters_of_rows
 from tests.models import local_latent_function
 
-# ---- parameters ----------------------------------------------------------------------------------
-
 
 def vector_site(size):
     return LatentSite("vector", torch.Size([size]), 1, torch.distributions.constraints.real)
@@ -52,9 +50,6 @@ def test_a_site_in_a_plate_gets_the_default():
     guide.initialize(torch.randn(6, 3), torch.randn(6))
     assert isinstance(guide["weight"].family, FullCovariance)
     assert guide["shift"].family == MeanField()
-
-
-# ---- convolutions --------------------------------------------------------------------------------
 
 
 def test_an_image_without_a_batch_dimension():

@@ -86,9 +86,6 @@ def test_precisions_over_many_orders_keep_single_precision(count):
     torch.testing.assert_close(drawn, exact.scale_noise(noise), rtol=1e-4, atol=1e-5)
 
 
-# ---- the guide ---------------------------------------------------------------------------------------
-
-
 def test_the_last_layer_can_be_exact_and_the_elbo_the_evidence():
     x, y = torch.randn(20, 3), torch.randn(20, 1)
     model = make_model(3, 4, 1)

@@ -156,9 +156,6 @@ def test_a_function_has_its_points_at_the_first_call():
     assert guide.draw()["scale"] > 0
 
 
-# ---- what it refuses ---------------------------------------------------------------------------------
-
-
 def test_weights_that_are_used_otherwise_are_named_at_once():
     net = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(2, 2, 1, groups=2))
     first = nn.Sequential(net, nn.Flatten(), nn.Linear(8, 1))

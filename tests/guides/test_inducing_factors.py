@@ -20,9 +20,6 @@ from tests.models import make_regressor, regression_data
 SOME_KINDS = pytest.mark.parametrize("kind", ["diagonal", "full, shared", "ensemble", "nested"])
 
 
-# ---- copies --------------------------------------------------------------------------------------
-
-
 def load_into_a_new_guide(guide, options):
     new = make_guide(guide.model, **options)
     new.load_state_dict(guide.state_dict())
@@ -50,9 +47,6 @@ def test_a_copy_is_the_same_and_apart(kind):
         for name, value in before.items():
             assert torch.equal(after[name], value)
             assert not torch.equal(theirs[name], value)
-
-
-# ---- factors -------------------------------------------------------------------------------------
 
 
 @SOME_KINDS

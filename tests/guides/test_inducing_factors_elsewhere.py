@@ -12,8 +12,6 @@ from pyro_structvi.families import InducingWeights
 from tests.guides.inducing_guides import KINDS, assert_same_draws, draw, make_guide, randomize
 from tests.models import regression_data
 
-# ---- other models --------------------------------------------------------------------------------
-
 
 def function_model(x, y=None, prior=None):
     """Two layers drawn in a function."""
@@ -84,9 +82,6 @@ def test_a_prior_without_a_standard_deviation_asks_for_one():
     assert guide["first"].prior_scale.tolist() == [0.5]
     with pytest.warns(ps.infer.SampledKLWarning):
         assert torch.isfinite(ps.StructuredELBO().terms(heavy_tailed, guide, *data).elbo)
-
-
-# ---- options -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ import pyro_structvi as ps
 from pyro_structvi.sites.parameterization import capped, uncapped
 from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide
 
-# ---- parameters ----------------------------------------------------------------------------------
-
 
 def test_only_a_weight_that_is_smaller_in_both_directions_has_fewer():
     for layer, expected in (
@@ -40,9 +38,6 @@ def test_shared_inducing_weights_are_stacked_as_rows():
     stacked = 6 * 2
     expected = layers + stacked + stacked * (stacked + 1) // 2
     assert sum(parameter.numel() for parameter in guide.parameters()) == expected
-
-
-# ---- initial values ------------------------------------------------------------------------------
 
 
 def biased_model(out=6, inputs=5, **priors):
@@ -109,9 +104,6 @@ def test_prior_scales_are_those_of_weight_and_bias():
         (2, [1.4 / 2**0.5]),
     ):
         close(guide[f"net.{layer}.weight"].prior_scale, torch.tensor(expected))
-
-
-# ---- bounds --------------------------------------------------------------------------------------
 
 
 def test_a_bound_keeps_a_value_of_up_to_half_of_it_and_leaves_gradients():

@@ -19,8 +19,6 @@ from pyro_structvi.weights.placeholders import LazySlice
 from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
 
-# ---- sites and parameters ------------------------------------------------------------------------
-
 
 def test_a_weight_takes_its_bias_along():
     guide = make_guide()
@@ -120,9 +118,6 @@ def test_a_bias_that_no_pass_uses_is_joined_all_the_same():
     terms = ps.StructuredELBO().terms(model, guide, *regression_data())
     terms.elbo.backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in guide.parameters())
-
-
-# ---- laws ----------------------------------------------------------------------------------------
 
 
 def run_layer(guide, args, layer):

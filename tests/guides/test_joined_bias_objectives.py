@@ -13,8 +13,6 @@ from tests.exact_means import exact_mean
 from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
 
-# ---- objectives ----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("weight_scale", "bias_scale"),

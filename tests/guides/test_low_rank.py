@@ -28,9 +28,6 @@ DEFAULT = 0.1**2 / SIZE  # variance of a constant diagonal
 SPECTRUM = (2.0, 1.0, 0.5, 0.2, 0.12, 0.06, 0.03)  # of the posterior covariance
 
 
-# ---- the optimum ---------------------------------------------------------------------------------
-
-
 # A linear regression without bias, and its exact posterior over the D weights.
 Regression = namedtuple("Regression", ["x", "y", "mean", "covariance", "log_evidence"])
 
@@ -118,9 +115,6 @@ def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal()
     assert abs(gap(full, regression)) < 1e-6 < 0.1 < gap(isotropic, regression)
 
 
-# ---- options -------------------------------------------------------------------------------------
-
-
 def make_net(*widths):
     layers = [nn.Linear(size, out) for size, out in pairwise(widths)]
     return nn.Sequential(*[unit for layer in layers for unit in (layer, nn.ReLU())][:-1])
@@ -158,9 +152,6 @@ def test_a_constant_diagonal_follows_fan_in_and_prior_of_each_site():
     assert narrow["net.0.weight"]().scale.item() == pytest.approx(0.04)
     with pytest.raises(ValueError, match='constant"; with "full" it is learned'):
         ps.AutoLowRankLRT(model, diagonal_variance=0.1)
-
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 def numbers_saved(compute, known):

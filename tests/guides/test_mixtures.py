@@ -35,9 +35,6 @@ def close(actual, expected, tolerance=1e-9):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-# ---- the bound ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", MAKE)
 def test_the_terms_of_one_pass_are_the_means_of_those_of_members(name):
     """With hardly any noise, since a pass of several members takes it in another order."""
@@ -96,9 +93,6 @@ def test_pyros_objectives_train_one_random_member():
         for member, start in zip(guide.members, before, strict=True)
     ]
     assert sum(moved) == 1
-
-
-# ---- weights --------------------------------------------------------------------------------------
 
 
 def test_any_number_of_draws_follows_the_weights():
@@ -172,9 +166,6 @@ def test_weights_are_saved_with_the_members():
     other.load_state_dict(guide.state_dict())
     close(other.weights, guide.weights)
     close(other.median()["net.0.weight"], guide.median()["net.0.weight"])
-
-
-# ---- starts, and what is refused --------------------------------------------------------------------
 
 
 def test_members_start_at_given_medians():

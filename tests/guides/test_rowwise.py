@@ -68,9 +68,6 @@ def test_it_finds_the_exact_posterior(make_guide, noise):
     torch.testing.assert_close(elbo(), evidence, rtol=1e-9, atol=0)
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 def test_each_row_has_the_factor_of_its_parameters():
     log_diagonal, lower = torch.randn(2, 3, 4), torch.randn(2, 3, 6)
     factors = cholesky_factor(log_diagonal, lower)
@@ -78,9 +75,6 @@ def test_each_row_has_the_factor_of_its_parameters():
     for index in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
         own = tuple(index)
         assert torch.equal(factors[own], cholesky_factor(log_diagonal[own], lower[own]))
-
-
-# ---- convolutions --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,9 +97,6 @@ def test_a_net_with_convolutions_trains_without_a_drawn_weight(
     assert drawn == []
     for name in ("net.0.weight", "net.3.weight"):
         assert all((getattr(guide[name], part) != 0).all() for part in parts)
-
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 MEMORY = {

@@ -19,9 +19,6 @@ def make_svi(model, guide, elbo=None, lr=1e-2):
     return SVI(model, guide, pyro.optim.Adam({"lr": lr}), loss=elbo or ps.StructuredELBO())
 
 
-# ---- choosing families ---------------------------------------------------------------------------
-
-
 def test_the_first_matching_pattern_wins():
     model = make_regressor(noise_scale=dist.HalfNormal(1.0))
     own = {"net.0.*": KTied(3, join_bias=False), "*.weight": KTied(1, join_bias=False)}
@@ -74,9 +71,6 @@ def test_a_model_without_latent_sites_or_with_a_discrete_one_is_an_error():
     coin = lambda: pyro.sample("coin", dist.Bernoulli(0.5))  # noqa: E731
     with pytest.raises(ValueError, match=r"'coin' is discrete.*hide=\['coin'\].*enumeration"):
         ps.MeanFieldGuide(coin).initialize()
-
-
-# ---- starting values -----------------------------------------------------------------------------
 
 
 def test_means_start_at_the_nets_own_weights():

@@ -40,9 +40,6 @@ def function_cases():
     }
 
 
-# ---- under Pyro's and our ELBOs ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("guide_name", [*GUIDE_NAMES, *POINTS])
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
 def test_a_step_gives_every_parameter_a_finite_gradient(guide_name):
@@ -114,9 +111,6 @@ def test_local_reparam_false_draws_every_weight_once():
     assert all(type(trace.nodes[name]["value"]) is torch.Tensor for name in guide.site_names)
     w0, b0, w2, b2 = (trace.nodes[name]["value"] for name in guide.site_names)
     torch.testing.assert_close(output, F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2))
-
-
-# ---- uses ----------------------------------------------------------------------------------------
 
 
 def test_a_weight_used_twice_is_one_weight():

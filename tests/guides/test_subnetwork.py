@@ -19,8 +19,6 @@ from tests.guides.subnetworks import CHOSEN, NUM_DATA, PRIOR, SIZE, close, joint
 from tests.models import linear_function, make_regressor, regression_data
 from tests.statistics import assert_moments
 
-# ---- the law -------------------------------------------------------------------------------------
-
 
 @pytest.mark.slow
 def test_draws_have_the_joint_law_and_leave_the_rest():
@@ -67,9 +65,6 @@ def test_scale_and_mask_of_the_model_weigh_all_of_the_divergence():
         total[title] = sum(ps.StructuredELBO().terms(model, guide, *data).kl.values())
     close(total["scaled"], 0.25 * total["plain"])
     assert total["masked"] == 0
-
-
-# ---- parameters ----------------------------------------------------------------------------------
 
 
 def count(guide):

@@ -11,8 +11,6 @@ from pyro_structvi.families import FullCovariance, KTied, Members, PointEstimate
 from tests.guides.subnetworks import CHOSEN, NOISE, NUM_DATA, PRIOR, SIZE, close, joint, make_guide
 from tests.models import make_regressor, regression_data
 
-# ---- choosing ------------------------------------------------------------------------------------
-
 
 def test_laplace_variances_of_a_linear_regression():
     """``1 / (sum x_j^2 / s^2 + 1 / p^2)``; with 60,000 draws of y the error is about 0.6 %."""
@@ -75,9 +73,6 @@ def test_the_largest_of_all_sites_are_chosen():
     inside = torch.cat([variances[name][mask] for name, mask in masks.items()])
     outside = torch.cat([variances[name][~mask] for name, mask in masks.items()])
     assert inside.min() > outside.max()
-
-
-# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,6 @@ def rows_covariance(case, q, local_reparam=True, index=INDEX):
     return shared + same_position * (whole - shared)
 
 
-# ---- the distribution ----------------------------------------------------------------------------
-
-
 @served
 @pytest.mark.parametrize("local_reparam", SETTINGS)
 def test_draws_have_the_distribution_of_the_setting_and_its_gradients(case, local_reparam):
@@ -80,8 +77,6 @@ def test_one_position_is_exact_and_independent_of_other_examples(local_reparam):
         draw = lambda x=x: F.embedding(x, lazy(q, local_reparam=local_reparam))  # noqa: E731
         assert_draws(draw, q.loc[x], covariance)
 
-
-# ---- the call ------------------------------------------------------------------------------------
 
 CALLS = {
     "positional": lambda x, w: F.embedding(x, w),
@@ -149,9 +144,6 @@ def test_rows_keep_the_dtype_under_autocast_and_form_nothing_of_the_tables_size(
             F.embedding(torch.randint(1000, (4, 3)), lazy(q, local_reparam="exact"))
         # The factors of rank 3, or of rows of size 3.
         assert max(recorded.sizes) <= 4 * 3 * DIM * 3, case.name
-
-
-# ---- where the table is drawn --------------------------------------------------------------------
 
 
 def assert_drawn(weight, x=INDEX, **options):

@@ -55,9 +55,6 @@ def with_signs(draw, *patterns):
     return run
 
 
-# ---- the distribution ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_the_outputs_of_an_example_have_the_distribution_of_a_drawn_weight(make, geometry):
     groups = geometry.get("groups", 1)
@@ -102,9 +99,6 @@ def test_the_signs_of_either_side_leave_examples_uncorrelated(make, part):
         total, largest = total + between, max(largest, between.abs().max().item())
     assert largest > 0.05
     assert_close(total, torch.zeros(2, 2))
-
-
-# ---- where it is used ----------------------------------------------------------------------------
 
 
 def standard_normal(*shape):

@@ -21,8 +21,6 @@ from tests.lazy_weights import (
     narrow_normal,
 )
 
-# ---- what is known without a draw ----------------------------------------------------------------
-
 METADATA = {
     "shape": (lambda w: w.shape, (OUT, IN)),
     "size": (lambda w: w.size(), (OUT, IN)),
@@ -51,9 +49,6 @@ def test_metadata_is_known_without_a_draw():
     for name, (ask, answer) in METADATA.items():
         assert ask(weight) == answer, name
         assert not weight.is_drawn, name
-
-
-# ---- outputs instead of a draw -------------------------------------------------------------------
 
 
 LINEAR_CALLS = {
@@ -92,8 +87,6 @@ def test_a_convolution_gets_outputs(dim, lead, keywords):
     assert outputs.shape == expected.shape
     assert not weight.is_drawn
 
-
-# ---- one draw, kept ------------------------------------------------------------------------------
 
 ORDINARY = {
     "clone": lambda w: w.clone(),
@@ -155,9 +148,6 @@ def test_it_has_the_value_of_its_draw_where_torch_function_is_switched_off():
         seen = weight + 0
     assert is_ordinary(seen)
     assert torch.equal(seen, weight.draw())
-
-
-# ---- what makes a linear map draw ----------------------------------------------------------------
 
 
 def linear(*lead):

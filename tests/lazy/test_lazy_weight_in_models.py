@@ -9,8 +9,6 @@ from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteUse
 from tests.lazy_weights import IN, OUT, is_ordinary, k_tied_normal, lazy
 
-# ---- inputs that do not fit ----------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("kind", "own", "other"),
@@ -40,8 +38,6 @@ def test_autocast_takes_inputs_of_either_dtype(dtype):
     assert outputs.double().var().item() == pytest.approx(0.75, rel=0.05)
 
 
-# ---- counting uses -------------------------------------------------------------------------------
-
 X = torch.ones(5, IN).double()
 COUNTS = {
     "none": (lambda w: (w.shape, w.dtype, len(w)), 0),
@@ -69,9 +65,6 @@ def test_a_counted_weight_acts_as_its_value():
     assert (weight.shape, weight.dtype, weight.device) == (value.shape, value.dtype, value.device)
     assert torch.equal(F.linear(x, weight), F.linear(x, value))
     assert is_ordinary(weight + 0)
-
-
-# ---- gradients -----------------------------------------------------------------------------------
 
 
 def test_a_draw_first_seen_without_gradients_has_them_all_the_same():

@@ -13,8 +13,6 @@ from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from tests.lazy_weights import IN, OUT, bias_normal, is_ordinary, k_tied_normal, lazy
 
-# ---- a second use --------------------------------------------------------------------------------
-
 
 def guide(q):
     """Return a guide of one site whose draw may be delayed."""
@@ -61,9 +59,6 @@ def test_a_density_may_see_a_weight_independent_of_the_outputs():
     assert value.shape == q.event_shape
     with pytest.raises(RuntimeError, match=MESSAGE):  # the model still may not
         weight.draw()
-
-
-# ---- at a site -----------------------------------------------------------------------------------
 
 
 def test_only_a_counted_site_gives_a_lazy_weight_where_the_objective_says_so():

@@ -136,9 +136,18 @@ def test_patches_are_those_of_unfold(geometry):
 
 
 def test_a_weight_meets_every_patch(subject):
-    matrix, bias = subject.randn(OUT), torch.randn(OUT)
-    close(subject.linear_map(subject.x, matrix), subject.outputs(matrix))
-    close(subject.linear_map(subject.x, matrix, bias), subject.outputs(matrix, bias))
+    matrix, bias, x = subject.randn(OUT), torch.randn(OUT), subject.x
+    close(subject.linear_map(x, matrix), subject.outputs(matrix))
+    close(subject.linear_map(x, matrix, bias), subject.outputs(matrix, bias))
+    joined, seen = subject.linear_map.join_bias(x)
+    close(joined(seen, torch.cat([matrix, bias.unsqueeze(-1)], -1)), subject.outputs(matrix, bias))
+    assert joined.has_positions(seen) == subject.linear_map.has_positions(x)
+    without = subject.linear_map.without_positions()
+    outputs = without(x, matrix)
+    close(outputs, subject.outputs(matrix))
+    assert without.has_positions(x) == (not subject.is_last)
+    assert without.event_dim(outputs) == (1 if subject.is_last else 1 + len(subject.positions))
+    assert without.has_bias_column == subject.linear_map.has_bias_column
 
 
 def test_bank_and_mix_are_the_map_of_the_product(subject, multiplies):
@@ -216,14 +225,6 @@ def test_combined_weights_are_a_sum(subject, scales_inputs, monkeypatch):
         close(actual, onto + (factors * images).sum(0))
 
 
-def test_a_joined_bias_is_the_last_column(subject):
-    matrix, bias = subject.randn(OUT), torch.randn(OUT)
-    linear_map, x = subject.linear_map.join_bias(subject.x)
-    joined = torch.cat([matrix, bias.unsqueeze(-1)], -1)
-    close(linear_map(x, joined), subject.outputs(matrix, bias))
-    assert linear_map.has_positions(x) == subject.linear_map.has_positions(subject.x)
-
-
 def test_what_a_map_says_of_its_dimensions(subject):
     linear_map, x = subject.linear_map, subject.x
     outputs = linear_map(x, subject.randn(OUT))
@@ -237,15 +238,6 @@ def test_what_a_map_says_of_its_dimensions(subject):
     shape = shape_per_example(linear_map, x, OUT)
     assert torch.Size(shape).numel() == OUT * x.shape[: subject.batch_dim].numel()
     assert torch.zeros(shape).expand_as(outputs).shape == outputs.shape
-
-
-def test_without_positions_only_a_convolution_has_some(subject):
-    linear_map, matrix = subject.linear_map.without_positions(), subject.randn(OUT)
-    outputs = linear_map(subject.x, matrix)
-    close(outputs, subject.outputs(matrix))
-    assert linear_map.has_positions(subject.x) == (not subject.is_last)
-    assert linear_map.event_dim(outputs) == (1 if subject.is_last else 1 + len(subject.positions))
-    assert linear_map.has_bias_column == subject.linear_map.has_bias_column
 
 
 @pytest.mark.parametrize("join", [False, True], ids=["plain", "bias column"])

@@ -1,7 +1,7 @@
 """Differences between versions of ArviZ: the import, and the call that smooths weights."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,19 +35,14 @@ def test_where_arviz_is_missing_the_extra_is_named(monkeypatch):
         import_arviz()
 
 
-def with_arviz_stats(monkeypatch, array_stats):
-    base, stats = ModuleType("arviz_stats.base"), ModuleType("arviz_stats")
-    base.array_stats = array_stats
-    monkeypatch.setitem(sys.modules, "arviz_stats", stats)
-    monkeypatch.setitem(sys.modules, "arviz_stats.base", base)
-
-
 @pytest.mark.parametrize("sign", [1, -1])
 def test_version_1_takes_minus_the_log_weights(sign, monkeypatch):
     """Fake modules return their argument; the function of version 1 is in another package."""
-    function = SimpleNamespace(psislw=lambda values: (values, np.array(0.5)))
-    monkeypatch.setitem(sys.modules, "arviz", function if sign == 1 else SimpleNamespace())
-    with_arviz_stats(monkeypatch, function if sign == -1 else SimpleNamespace())
+    function, nothing = SimpleNamespace(psislw=lambda values: (values, 0.5)), SimpleNamespace()
+    base = SimpleNamespace(array_stats=function if sign == -1 else nothing)
+    monkeypatch.setitem(sys.modules, "arviz", function if sign == 1 else nothing)
+    monkeypatch.setitem(sys.modules, "arviz_stats", SimpleNamespace(base=base))
+    monkeypatch.setitem(sys.modules, "arviz_stats.base", base)
     log_weights = np.arange(4.0)
     given, k_hat = pareto_smoothed(log_weights)
     np.testing.assert_array_equal(given, sign * log_weights)

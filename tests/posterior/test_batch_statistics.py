@@ -56,10 +56,6 @@ def ensemble(model):
     return ps.EnsembleGuide(model, SIZE, init_scale=0.5, vectorize=False)
 
 
-def inducing_ensemble(model):
-    return ps.InducingWeightGuide(model, (2, 2), "ensemble", ensemble_size=SIZE)
-
-
 def draws_of(guide, model):
     own = {name: value.detach() for name, value in model.net.named_parameters()}
     return [
@@ -95,20 +91,6 @@ def test_they_are_measured_once_for_all_mini_batches(max_memory, passes):
     assert len(sizes) == passes * (1 + 3)  # of five examples
 
 
-def test_given_draws_have_them_too():
-    model, guide, x, reference = make(ps.MeanFieldGuide)
-    drawn = guide.draw()
-    found = ps.predict(
-        model,
-        {name: value.unsqueeze(0) for name, value in drawn.items()},
-        x,
-        batch_statistics=reference,
-    )
-    own = {name: value.detach() for name, value in model.net.named_parameters()}
-    own |= {name.removeprefix("net."): value for name, value in drawn.items()}
-    torch.testing.assert_close(found.functions[0], by_hand(x, reference, own))
-
-
 def test_inputs_that_are_their_own_reference_are_normalized_as_in_training():
     model, guide, x, _ = make(ps.MAPGuide)
     found = ps.predict(model, guide, x, num_samples=1, batch_statistics=x).functions[0]
@@ -118,7 +100,7 @@ def test_inputs_that_are_their_own_reference_are_normalized_as_in_training():
     torch.testing.assert_close(found, net(x).detach())
 
 
-def test_inference_data_has_them_too():
+def test_inference_data_and_given_draws_have_them_too():
     model, guide, x, reference = make(ensemble)
     found = ps.to_inference_data(
         *(model, guide, x, torch.tensor([0, 1, 2, 0, 1]), SIZE),
@@ -128,6 +110,10 @@ def test_inference_data_has_them_too():
     expected = torch.stack([by_hand(x, reference, own) for own in draws_of(guide, model)])
     values = torch.as_tensor(found["posterior"]["outputs"].values[0])
     torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-12)
+    each = [guide.draw(number=number) for number in range(SIZE)]
+    draws = {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+    found = ps.predict(model, draws, x, batch_statistics=reference)
+    torch.testing.assert_close(found.functions, expected)
 
 
 def test_running_statistics_stay_also_after_an_error():
@@ -142,13 +128,13 @@ def test_running_statistics_stay_also_after_an_error():
 
 
 def test_members_that_share_running_statistics_are_warned_of():
-    for make_guide in (ensemble, inducing_ensemble):
+    inducing = lambda model: ps.InducingWeightGuide(model, (2, 2), "ensemble")  # noqa: E731
+    for make_guide in (ensemble, inducing):
         model, guide, x, reference = make(make_guide)
         with pytest.warns(SharedStatisticsWarning, match="statistics of 1 batch normalizations"):
             ps.predict(model, guide, x, num_samples=2)
-        ps.predict(
-            model, guide, x, num_samples=2, batch_statistics=reference
-        )  # warnings are errors in tests
+        # Warnings are errors in tests.
+        ps.predict(model, guide, x, num_samples=2, batch_statistics=reference)
     model, guide, x, _ = make(ps.MeanFieldGuide)
     ps.predict(model, guide, x, num_samples=2)
 

@@ -12,7 +12,6 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.posterior.inference_data import import_arviz
-from pyro_structvi.posterior.passes import Passes
 from tests.models import make_classifier, make_regressor, regression_data
 from tests.posterior.chains import GROUPS, chains_of, groups_of
 
@@ -99,13 +98,6 @@ def test_it_survives_a_file(tmp_path):
         assert loaded[group][name].dtype == data[group][name].dtype
 
 
-def test_chains_must_stay_whole():
-    model, (x, y) = make_regressor(), regression_data()
-    draws = chains_of(ps.MeanFieldGuide(model))
-    with pytest.raises(ValueError, match="multiple of the 2 chains, but got 3"):
-        ps.to_inference_data(model, draws, x, y, num_samples=3)
-
-
 # ---- data of other forms -------------------------------------------------------------------------
 
 
@@ -135,40 +127,24 @@ def test_inputs_by_keyword(size):
     np.testing.assert_allclose(found, expected.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_padded_tokens_are_padded_in_predictive_draws_too(monkeypatch):
-    valid, run = [], Passes._run_together
-
-    def noted(self, *args):
-        outputs, is_valid = run(self, *args)
-        valid.append(bool(is_valid.all()))
-        return outputs, is_valid
-
-    monkeypatch.setattr(Passes, "_run_together", noted)
+def test_padded_tokens_are_padded_in_predictive_draws_too():
     net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5))
     model = ps.TokenClassifier(ps.bayesianize(net, prior=1.0), 6)
     x, y = torch.randint(7, (6, 3)), torch.randint(5, (6, 3))
     y[0, 1:] = -100
     draws = chains_of(ps.MeanFieldGuide(model, init_scale=0.3), 20)
     data = ps.to_inference_data(model, draws, x, y)
-    assert valid == [True]  # so they did not run one by one
     drawn = data["posterior_predictive"]["obs"].values.reshape(20, 6, 3)
     padded = y.numpy() == -100
     assert (drawn[:, padded] == -100).all()
     assert set(np.unique(drawn[:, ~padded])) == {0, 1, 2, 3, 4}
     tokens = ps.predict(model, draws, x).functions.log_softmax(-1)
-    nats = torch.stack([
-        sum(tokens[:, n, t, y[n, t]] for t in range(3) if y[n, t] != -100) for n in range(6)
-    ])
+    nats = tokens.gather(-1, y.clamp_min(0).expand(20, 6, 3).unsqueeze(-1)).squeeze(-1)
+    nats = (nats * (y != -100)).sum(-1)
     found = data["log_likelihood"]["obs"].values.reshape(20, 6)
-    np.testing.assert_allclose(found, nats.T.detach(), rtol=1e-10)
-
-
-def test_a_class_out_of_range_is_no_padding():
-    net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5))
-    model = ps.TokenClassifier(ps.bayesianize(net, prior=1.0), 6)
-    y = torch.full((6, 3), 5)
-    with pytest.raises(ValueError, match="within the support"):
-        ps.to_inference_data(model, ps.MeanFieldGuide(model), torch.zeros(6, 3).long(), y, 4)
+    np.testing.assert_allclose(found, nats.detach(), rtol=1e-10)
+    with pytest.raises(ValueError, match="within the support"):  # no padding
+        ps.to_inference_data(model, draws, x, torch.full((6, 3), 5))
 
 
 @pytest.mark.parametrize("where", ["around", "inside"])
@@ -193,42 +169,38 @@ def test_masked_observations_have_the_log_likelihood_zero(where):
     np.testing.assert_allclose(density.detach(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_values_are_copies_in_float64():
-    net = nn.Linear(3, 1).float()
+def test_values_are_copies_in_float64_and_several_outputs_keep_their_dimension():
+    net = nn.Linear(3, 2).float()
     model = ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.3)
-    x, y = (value.float().requires_grad_() for value in regression_data())
-    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, num_samples=4)
+    x, y = torch.randn(12, 3).float(), torch.randn(12, 2).float().requires_grad_()
+    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, num_samples=4, outputs=True)
     expected = y.detach().clone()
     y.data.zero_()
     assert data["posterior"]["net.weight"].dtype == np.float64
     assert data["observed_data"]["obs"].dtype == np.float64
-    np.testing.assert_array_equal(data["observed_data"]["obs"].values, expected[:, 0])
-
-
-def test_several_outputs_of_an_example_keep_their_dimension():
-    x, y = torch.randn(12, 3), torch.randn(12, 2)
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2), prior=1.0), 12, 0.3)
-    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, 4, outputs=True)
+    np.testing.assert_array_equal(data["observed_data"]["obs"].values, expected)
     for group, name in (("posterior_predictive", "obs"), ("posterior", "outputs")):
         assert data[group][name].dims == ("chain", "draw", "obs_id", "obs_dim_0")
-    np.testing.assert_array_equal(data["observed_data"]["obs"].values, y)
+    model, (x, y) = make_regressor(), regression_data()
+    draws = chains_of(ps.MeanFieldGuide(model))
+    with pytest.raises(ValueError, match="multiple of the 2 chains, but got 3"):
+        ps.to_inference_data(model, draws, x, y, num_samples=3)
 
 
-COUNTS = {
-    "counts": (ps.PoissonRegressor, torch.poisson(torch.full((12, 1), 3.0))),
-    "labels": (ps.BinaryClassifier, torch.arange(12.0).unsqueeze(-1) % 2),
-}
+COUNTS = [
+    (ps.PoissonRegressor, torch.poisson(torch.full((12, 1), 3.0))),
+    (ps.BinaryClassifier, torch.arange(12.0).unsqueeze(-1) % 2),
+]
 
 
-@pytest.mark.parametrize("kind", COUNTS)
-def test_counts_are_whole_numbers(kind):
-    make, y = COUNTS[kind]
-    model = make(ps.bayesianize(nn.Linear(3, 1), prior=1.0), 12)
-    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), torch.randn(12, 3), y, 4)
-    for group in ("observed_data", "posterior_predictive"):
-        assert data[group]["obs"].dtype == np.int64
-    np.testing.assert_array_equal(data["observed_data"]["obs"], y[:, 0])
-    assert data["log_likelihood"]["obs"].dtype == np.float64
+def test_counts_are_whole_numbers():
+    for make, y in COUNTS:
+        model = make(ps.bayesianize(nn.Linear(3, 1), prior=1.0), 12)
+        data = ps.to_inference_data(model, ps.MeanFieldGuide(model), torch.randn(12, 3), y, 4)
+        for group in ("observed_data", "posterior_predictive"):
+            assert data[group]["obs"].dtype == np.int64
+        np.testing.assert_array_equal(data["observed_data"]["obs"], y[:, 0])
+        assert data["log_likelihood"]["obs"].dtype == np.float64
 
 
 # ---- statistics of a sampler ---------------------------------------------------------------------

@@ -31,8 +31,6 @@ from tests.posterior.passed_models import (
     regressor_of,
 )
 
-# ---- the numbers ---------------------------------------------------------------------------------
-
 
 class Attention(nn.Module):
     def __init__(self):
@@ -134,9 +132,6 @@ def test_a_seed_gives_the_same_functions_for_any_mini_batches(max_memory):
         torch.testing.assert_close(functions(batch_size), whole, rtol=1e-12, atol=1e-12)
 
 
-# ---- memory --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("draws_in_a_pass", [1, 7])
 def test_passes_keep_within_the_memory_that_is_allowed(draws_in_a_pass):
     net = ps.bayesianize(nn.Sequential(nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, 2)))
@@ -171,9 +166,6 @@ def test_streaming_keeps_no_function(monkeypatch):
     assert len(alive) == 8
     with pytest.raises(AssertionError):
         ps.predict(model, ps.MeanFieldGuide(model), x, num_samples=8, max_memory=ONE_BY_ONE)
-
-
-# ---- threads -------------------------------------------------------------------------------------
 
 
 def test_predictions_of_one_net_in_several_threads():

@@ -20,8 +20,6 @@ from tests.posterior.passed_models import (
 )
 from tests.statistics import assert_mean
 
-# ---- what torch cannot vectorize -----------------------------------------------------------------
-
 
 class Branching(nn.Module):
     def __init__(self):
@@ -84,9 +82,6 @@ def test_a_guide_that_cannot_be_vectorized_draws_one_by_one(monkeypatch):
     functions = ps.predict(model, guide, x, num_samples=6).functions
     assert joint._draws_in_turn
     assert len(functions.flatten().unique()) == functions.numel() == 30
-
-
-# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_a_draw_that_gives_no_number_is_an_error_wherever_it_comes():

@@ -72,6 +72,9 @@ def call(**options):
     return ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, 4, **options)
 
 
+NEW = "`functions` must have new names, but"
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -81,17 +84,9 @@ def call(**options):
             ValueError,
             r"`sites` must be .* of the sites \['net.0.weight', .*, but 'net.9.\*' matches none",
         ),
-        (
-            {"functions": {"net.0.bias": len}, "sites": ()},
-            ValueError,
-            "`functions` must have new names, but 'net.0.bias' is a site",
-        ),
-        ({"functions": {"obs": len}}, ValueError, "new names, but 'obs' is"),
-        (
-            {"functions": {"outputs": len}, "outputs": True},
-            ValueError,
-            "new names, but 'outputs' is",
-        ),
+        ({"functions": {"net.0.bias": len}, "sites": ()}, ValueError, f"{NEW} 'net.0.bias' is a"),
+        ({"functions": {"obs": len}}, ValueError, f"{NEW} 'obs' is"),
+        ({"functions": {"outputs": len}, "outputs": True}, ValueError, f"{NEW} 'outputs' is"),
         (
             {"functions": {"size": len}},
             TypeError,
@@ -105,13 +100,10 @@ def test_wrong_choices_are_refused(options, error, message):
         call(**options)
 
 
-def test_a_function_whose_shape_changes_is_refused():
+def test_functions_of_another_shape_or_with_an_error_are_named():
     sizes = iter(range(1, 5))
     with pytest.raises(ValueError, match=r"same shape for each draw, but got \(1,\) and \(2,\)"):
         call(functions={"growing": lambda draw: torch.zeros(next(sizes))})
-
-
-def test_the_error_of_a_function_names_it():
     with pytest.raises(KeyError) as raised:
         call(functions={"norm": lambda draw: draw["net.0.weigth"].norm()})
     assert raised.value.__notes__[0].startswith(
@@ -135,8 +127,6 @@ def test_a_model_without_outputs_or_with_a_site_of_that_name_is_refused():
     with pytest.raises(ValueError, match="has a site 'outputs', so `outputs` must be False"):
         ps.to_inference_data(has_site, guide, x, y, 4, outputs=True)
 
-
-# ---- names of dimensions -------------------------------------------------------------------------
 
 LAYERS = {
     "linear": (nn.Linear(3, 5), {"weight": "out in", "bias": "out"}),

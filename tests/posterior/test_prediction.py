@@ -147,9 +147,6 @@ def test_several_inputs_and_pyros_own_guides():
     assert functions.std(0).min() > 0
 
 
-# ---- bad input -----------------------------------------------------------------------------------
-
-
 def test_the_observed_site_must_be_unique():
     def model(x):
         weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))

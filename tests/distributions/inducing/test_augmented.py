@@ -15,9 +15,6 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_stride=False)
 
 
-# ---- the law -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("event_shape", [MATRIX, CONVOLUTION], ids=str)
 @pytest.mark.parametrize(("batch_shape", "bias_scale"), [((), True), ((2, 3), False)])
 def test_it_is_a_part_of_a_matrix_normal_with_its_marginals_and_conditionals(
@@ -48,9 +45,6 @@ def test_it_is_a_part_of_a_matrix_normal_with_its_marginals_and_conditionals(
     close(whitened, expected.expand(whitened.shape))
 
 
-# ---- draws ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("bias_scale", "sample_shape"), [(False, ()), (True, (2,))])
 def test_draws_of_both_have_the_joint_covariance(bias_scale, sample_shape):
     joint, lead = make_joint((2,), CONVOLUTION, FLOAT64, bias_scale), len(sample_shape) + 1
@@ -60,9 +54,6 @@ def test_draws_of_both_have_the_joint_covariance(bias_scale, sample_shape):
 
     covariance = joint_covariance(joint).expand(*sample_shape, -1, -1, -1)
     assert_draws(draw, torch.zeros(()), covariance)
-
-
-# ---- densities -----------------------------------------------------------------------------------
 
 
 def equal_eigenvalues():
@@ -99,9 +90,6 @@ def test_the_density_has_the_dense_gradients_even_where_eigenvalues_are_equal(ma
         close(own, gradient)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(density.sum(), joint.row_factor, create_graph=True)
-
-
-# ---- factors -------------------------------------------------------------------------------------
 
 
 def test_factors_are_computed_when_needed_and_once(factorizations):

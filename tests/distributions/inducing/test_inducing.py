@@ -69,9 +69,6 @@ def own_prior(q):
     return Normal(torch.zeros_like(scale), scale)
 
 
-# ---- the divergence ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "law", [*WITH_KL.values(), nested(make_mean_field)], ids=[*WITH_KL, "nested"]
 )
@@ -146,9 +143,6 @@ def test_the_parts_of_drawn_inducing_weights_add_up_to_the_divergence_on_average
         close(exact_mean(parts), kl_divergence(q, prior))
 
 
-# ---- other laws of the inducing weights ----------------------------------------------------------
-
-
 @pytest.mark.parametrize(("event_shape", "batch_shape"), SETTINGS, ids=str)
 @pytest.mark.parametrize("law", FURTHER.values(), ids=FURTHER)
 def test_the_contract_holds_for_every_law_of_inducing_weights(law, event_shape, batch_shape):
@@ -185,9 +179,6 @@ def test_the_density_of_a_mixture_is_the_mean_of_densities():
     close(q.log_prob(value), mixture.log_prob(value.flatten(-2)))
     with pytest.raises(NotImplementedError, match="mixture of normals as inducing weights"):
         make(nested(point_mixture(2))).log_prob(torch.zeros(MATRIX))
-
-
-# ---- arguments -----------------------------------------------------------------------------------
 
 
 def test_inducing_weights_that_do_not_fit_are_refused():

@@ -16,9 +16,6 @@ from tests.recorded_sizes import RecordsSizes
 OUT, IN = 3, 4
 
 
-# ---- costs ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("join", [False, True], ids=["plain", "joined"])
 def test_a_draw_of_outputs_forms_nothing_of_the_weights_size(join):
     q, x = make(make_mean_field, (60, 70 + join), bias_scale=join), torch.randn(4, 70)
@@ -57,9 +54,6 @@ def test_whether_a_weight_is_drawn_is_seen_in_the_layer(monkeypatch):
         lazy_weight = lazy(make(make_mean_field, (OUT, 2, 2)))
         F.conv1d(x, lazy_weight)
         assert lazy_weight.is_drawn is drawn
-
-
-# ---- numbers -------------------------------------------------------------------------------------
 
 
 def single_precision():
