@@ -49,27 +49,28 @@ def test_outputs_come_first_wherever_they_can_be_drawn(kind):
         assert q.ways_to_apply(linear_map, x) == BOTH
 
 
-# Multiplications of an example's outputs, with M = (3, 2) inducing weights: `thin` = 2 in + 6 + 3 out
-# in factors, that with 403 out for drawn outputs, and out x in for a drawn weight.
-SIZES = {
-    "small": ((4, 3), BOTH, BOTH[::-1]),
-    "factors pay": ((64, 64), ("outputs", "factors", "weight"), ("factors", "weight", "outputs")),
-    "wide": ((8, 1024), ("outputs", "factors", "weight"), ("outputs", "factors", "weight")),
-}
-
-
-@pytest.mark.parametrize(("shape", "alone", "over_positions"), SIZES.values(), ids=SIZES)
-def test_inducing_weights_count_multiplications(shape, alone, over_positions):
-    q = conditional(shape)
-    x = torch.zeros(1, 2, shape[1])
-    assert q.ways_to_apply(DenseMap(), x[0]) == alone
-    assert q.ways_to_apply(DenseMap(positions=False), x) == alone
-    assert q.ways_to_apply(DenseMap(), x) == over_positions
-
-
 def conditional(shape):
     joint = make_joint((), shape, torch.float64)
     return ConditionalNormal(joint, torch.randn(3, 2), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "alone", "over_positions"),
+    [
+        ((4, 3), BOTH, BOTH[::-1]),
+        ((64, 64), ("outputs", "factors", "weight"), ("factors", "weight", "outputs")),
+        ((8, 1024), ("outputs", "factors", "weight"), ("outputs", "factors", "weight")),
+    ],
+)
+def test_inducing_weights_count_multiplications(shape, alone, over_positions):
+    """For an example's outputs, with M = (3, 2) inducing weights.
+
+    In factors they are 2 in + 6 + 3 out, for drawn outputs with 403 out, for a drawn weight out x in.
+    """
+    q, x = conditional(shape), torch.zeros(1, 2, shape[1])
+    assert q.ways_to_apply(DenseMap(), x[0]) == alone
+    assert q.ways_to_apply(DenseMap(positions=False), x) == alone
+    assert q.ways_to_apply(DenseMap(), x) == over_positions
 
 
 @pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])

@@ -6,7 +6,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi import families
-from pyro_structvi.extend import Family, MatrixFamily
+from pyro_structvi.extend import Family
 from pyro_structvi.families import (
     Dropout,
     FullCovariance,
@@ -91,17 +91,6 @@ def test_it_starts_at_half_of_a_bound_that_is_smaller(family):
     assert_close(covariance, 0.2**2 * torch.eye(SHAPE.numel()))
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_no_parameter_is_the_value_that_init_loc_fn_gives(family):
-    weight = torch.randn(SHAPE)
-    before = weight.clone()
-    guide = ps.StructuredGuide(linear_model(), {"*": family}, init_loc_fn=lambda site: weight)
-    with torch.no_grad():
-        for value in (*guide.parameters(), *guide.buffers()):
-            value.zero_()
-    assert torch.equal(weight, before)
-
-
 REFUSED = [
     (MeanField, "max_scale", [0, -1.0, "wide"]),
     (PrunedMeanField, "max_scale", [0]),
@@ -130,10 +119,3 @@ def test_bad_options_are_refused_by_name(family, option, values):
     for value in values:
         with pytest.raises((TypeError, ValueError), match=f"^`{option}"):
             family(**{option: value})
-
-
-@pytest.mark.parametrize("family", [c for c in CLASSES if issubclass(c, MatrixFamily)])
-def test_joining_a_bias_is_a_yes_or_a_no(family):
-    for value in ("no", 1):
-        with pytest.raises((TypeError, ValueError), match=r"^`join_bias"):
-            family(join_bias=value)

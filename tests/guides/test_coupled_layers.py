@@ -12,7 +12,7 @@ from tests import dense_oracles as dense
 from tests.distributions.cases import joint_covariance
 from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide, randomize
 from tests.models import make_regressor, regression_data
-from tests.statistics import assert_moments
+from tests.unit_noise import assert_draws
 
 
 @pytest.mark.parametrize("kind", ["full", "full, shared"])
@@ -94,26 +94,19 @@ def joint_moments(guide):
     return gain @ stacked.mean.flatten(), covariance
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), [("nested, shared", SHAPE), ("full, shared", (6, 7))])
 def test_layers_are_correlated_as_their_shared_inducing_weights_say(kind, shape):
     """A layer with fewer columns of inducing weights than others uses the first of the matrix."""
     guide = make_guide(None, shape, **KINDS[kind])
     randomize(guide, 0.3)
-    mean, covariance = (moment.detach() for moment in joint_moments(guide))
+    mean, covariance = joint_moments(guide)
 
     def flat(values):
-        return torch.cat([
-            torch.cat(
-                [values[f"{name}.weight"], values[f"{name}.bias"].unsqueeze(-1)], -1
-            ).flatten()
-            for name in ("net.0", "net.2")
-        ])
+        layers = [(values[f"net.{n}.weight"], values[f"net.{n}.bias"]) for n in (0, 2)]
+        return torch.cat([torch.cat([w, b.unsqueeze(-1)], -1).flatten() for w, b in layers])
 
-    close(flat(guide.median()), mean)
-    with torch.no_grad():
-        draws = torch.stack([flat(guide.draw()) for _ in range(3000)])
-    assert_moments(draws, mean, covariance)
+    close(flat(guide.median()), mean.detach())
+    assert_draws(lambda: flat(guide.draw()), mean, covariance)
     deviation = covariance.diagonal().sqrt()
     correlation = covariance / deviation / deviation.unsqueeze(-1)
     assert correlation[:20, 20:].abs().max() > 0.02, "layers should vary together"

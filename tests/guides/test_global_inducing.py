@@ -108,59 +108,54 @@ def test_the_last_layer_can_be_exact_and_the_elbo_the_evidence():
         torch.testing.assert_close(drawn.detach() - own, evidence)
 
 
+def assert_given(q, own, rows):
+    """Assert that a weight is the regression of its layer's targets on the rows."""
+    scales = own.log_precision.exp(), own.log_scale.exp()
+    mean, covariance = dense_regression(rows, own.target, *scales)
+    torch.testing.assert_close(q.mean, mean.mT)
+    blocks = covariance.expand(len(q.mean), *covariance.shape[-2:])
+    torch.testing.assert_close(q.covariance_matrix, torch.block_diag(*blocks))
+
+
+def with_ones(rows):
+    return F.pad(rows, (0, 1), value=1.0)
+
+
 def test_each_layer_is_drawn_given_the_draws_before_it():
-    x, y = torch.randn(9, 2), torch.randn(20, 1)
+    x, data = torch.randn(9, 2), (torch.randn(20, 2), torch.randn(20, 1))
     guide = ps.GlobalInducingGuide(make_model(2, 4, 5, 1), x)
-    guide.initialize(torch.randn(20, 2), y)
+    guide.initialize(*data)
     scramble(guide)
-    trace = poutine.trace(guide).get_trace(torch.randn(20, 2), y)
-    rows = x
+    nodes, rows = poutine.trace(guide).get_trace(*data).nodes, x
     for layer in (0, 2, 4):
-        site = trace.nodes[f"net.{layer}.weight+bias"]
-        value, q = site["value"], site["fn"]
+        site = nodes[f"net.{layer}.weight+bias"]
+        value = site["value"]
         if layer:
-            own = guide[f"net.{layer}.weight"]
-            scales = (own.log_precision.exp(), own.log_scale.exp())
-            mean, covariance = dense_regression(F.pad(rows, (0, 1), value=1.0), own.target, *scales)
-            torch.testing.assert_close(q.mean, mean.mT)
-            row = q.covariance_matrix[: len(covariance), : len(covariance)]
-            torch.testing.assert_close(row, covariance)
-        weight = trace.nodes[f"net.{layer}.weight"]["value"]
+            assert_given(site["fn"], guide[f"net.{layer}.weight"], with_ones(rows))
+        weight = nodes[f"net.{layer}.weight"]["value"]
         torch.testing.assert_close(weight, value[:, :-1])
         rows = F.linear(rows, value[:, :-1], value[:, -1]).tanh()
-
-
-def test_biases_by_themselves_are_part_of_what_later_layers_are_given():
-    x, data = torch.randn(6, 2), (torch.randn(20, 2), torch.randn(20, 1))
     guide = ps.GlobalInducingGuide(make_model(2, 3, 1), x, join_bias=False, init_scale=0.5)
     scramble(guide)
     guide.initialize(*data)
     nodes = poutine.trace(guide).get_trace(*data).nodes
     first = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
-    own = guide["net.2.weight"]
-    precision, scale = own.log_precision.exp(), own.log_scale.exp()
-    mean, _ = dense_regression(F.linear(x, *first).tanh(), own.target, precision, scale)
-    torch.testing.assert_close(nodes["net.2.weight"]["fn"].mean, mean.mT)
+    assert_given(nodes["net.2.weight"]["fn"], guide["net.2.weight"], F.linear(x, *first).tanh())
     assert isinstance(guide["net.2.bias"].family, MeanField)
     assert guide.draw().keys() == {name for name in nodes if name.startswith("net.")}
 
 
 def test_the_rows_of_a_convolution_are_its_patches():
-    images = torch.randn(3, 2, 6, 6)
-    net = nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 2, stride=2), nn.Flatten(), nn.Linear(16, 2)
-    )
+    images, second = torch.randn(3, 2, 6, 6), nn.Conv2d(3, 4, 2, stride=2)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), second, nn.Flatten(), nn.Linear(16, 2))
     model = ps.Classifier(ps.bayesianize(net, prior=0.5), num_data=3)
     guide = ps.GlobalInducingGuide(model, images)
     scramble(guide)
-    own = guide["net.2.weight"]
-    trace = poutine.trace(guide).get_trace(images, torch.zeros(3, dtype=torch.long))
-    first = trace.nodes["net.0.weight"]["value"], trace.nodes["net.0.bias"]["value"]
+    nodes = poutine.trace(guide).get_trace(images, torch.zeros(3, dtype=torch.long)).nodes
+    first = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
     hidden = F.conv2d(images, *first).tanh()
     patches = F.unfold(hidden, 2, stride=2).movedim(1, -1).reshape(-1, 12)
-    inputs = F.pad(patches, (0, 1), value=1.0)
-    mean, _ = dense_regression(inputs, own.target, own.log_precision.exp(), own.log_scale.exp())
-    torch.testing.assert_close(trace.nodes["net.2.weight+bias"]["fn"].mean, mean.mT)
+    assert_given(nodes["net.2.weight+bias"]["fn"], guide["net.2.weight"], with_ones(patches))
 
 
 def test_it_begins_at_the_net_and_at_the_scale_asked_for():

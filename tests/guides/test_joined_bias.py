@@ -38,43 +38,6 @@ def test_both_start_at_the_nets_values_and_are_drawn_apart():
         assert draw[f"net.{name}"].shape == parameter.shape
 
 
-def test_names_with_affixes_are_joined():
-    guide = make_guide(ps.Classifier(ps.bayesianize(nn.LSTM(3, 4)), num_data=5))
-    assert guide["net.weight_ih_l0"] is guide["net.bias_ih_l0"]
-    assert guide["net.weight_hh_l0"] is guide["net.bias_hh_l0"]
-
-
-def test_sites_of_a_function_are_joined_by_their_names():
-    guide = make_guide(layer_function("layer."))
-    guide.initialize(*regression_data())
-    assert guide["layer.weight"]().event_shape == (1, 4)
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(3, 2, bias=False), nn.ConvTranspose1d(3, 2, 2), nn.Embedding(3, 2)]
-)
-def test_a_weight_without_a_fitting_bias_stays_by_itself(layer):
-    guide = make_guide(ps.Classifier(ps.bayesianize(layer), num_data=5))
-    assert guide["net.weight"]().event_shape == layer.weight.shape
-
-
-def test_the_weights_family_decides():
-    model, _ = linear_model()
-    separate = KTied(1, join_bias=False)
-    guide = ps.StructuredGuide(model, {"*.weight": separate, "*.bias": JOINED})
-    assert guide["net.bias"] is not guide["net.weight"]
-    for families in ({"*.weight": JOINED, "*": MeanField()}, {"*.weight": JOINED}):
-        guide = ps.StructuredGuide(model, families)
-        assert guide["net.bias"] is guide["net.weight"]
-
-
-def test_a_pattern_of_biases_keeps_them_apart():
-    model, _ = linear_model()
-    guide = ps.StructuredGuide(model, {"*.weight": JOINED, "*.bias": MeanField()})
-    assert guide["net.bias"] is not guide["net.weight"]
-    assert isinstance(guide["net.bias"].family, MeanField)
-
-
 @dataclass(frozen=True)
 class Narrow(KTied):
     """k-tied weights of at most four columns."""
@@ -83,25 +46,51 @@ class Narrow(KTied):
         return super().fits(site) and site.shape[1] <= 4
 
 
-@pytest.mark.parametrize(("size", "is_joined"), [(3, True), (4, False)])
-def test_a_family_that_does_not_fit_both_leaves_the_bias_apart(size, is_joined):
-    model = ps.Classifier(ps.bayesianize(nn.Linear(size, 2)), num_data=5)
-    guide = ps.StructuredGuide(model, {"*": Narrow(1)})
-    assert (guide["net.bias"] is guide["net.weight"]) is is_joined
-    check_family(Narrow(1), (2, size))
+WEIGHT, BIAS = "net.weight", "net.bias"
+IS_JOINED = [
+    # A layer, families, a weight and its bias, and whether they have one posterior.
+    (nn.LSTM(3, 4), {"*": JOINED}, "net.weight_ih_l0", "net.bias_ih_l0", True),
+    (nn.LSTM(3, 4), {"*": JOINED}, "net.weight_hh_l0", "net.bias_hh_l0", True),
+    (nn.ConvTranspose1d(3, 2, 2), {"*": JOINED}, WEIGHT, BIAS, False),
+    (nn.Linear(3, 2), {"*.weight": JOINED, "*": MeanField()}, WEIGHT, BIAS, True),
+    (nn.Linear(3, 2), {"*.weight": JOINED}, WEIGHT, BIAS, True),
+    (
+        nn.Linear(3, 2),
+        {"*.weight": KTied(1, join_bias=False), "*.bias": JOINED},
+        WEIGHT,
+        BIAS,
+        False,
+    ),
+    (nn.Linear(3, 2), {"*.weight": JOINED, "*.bias": MeanField()}, WEIGHT, BIAS, False),
+    (nn.Linear(3, 2), {BIAS: MeanField(), "*": JOINED}, WEIGHT, BIAS, False),
+    (nn.Linear(3, 2), {"*": Narrow(1)}, WEIGHT, BIAS, True),
+    (nn.Linear(4, 2), {"*": Narrow(1)}, WEIGHT, BIAS, False),
+]
 
 
-def test_a_bias_named_outright_has_its_own_family():
-    model, _ = linear_model()
-    guide = ps.StructuredGuide(model, {"net.bias": MeanField(), "*": JOINED})
-    assert guide["net.bias"].family == MeanField()
-    assert guide["net.weight"]().event_shape == (2, 3)
+@pytest.mark.parametrize(("layer", "families", "weight", "bias", "is_joined"), IS_JOINED)
+def test_the_families_decide_whether_a_bias_is_joined(layer, families, weight, bias, is_joined):
+    guide = ps.StructuredGuide(ps.Classifier(ps.bayesianize(layer), num_data=5), families)
+    assert (guide[bias] is guide[weight]) is is_joined
+    if not is_joined:
+        assert guide[weight]().event_shape == layer.get_parameter(weight.partition(".")[2]).shape
+    if families.get("*.bias") == MeanField():
+        assert isinstance(guide[bias].family, MeanField)
+
+
+def test_a_family_that_fits_some_shapes_obeys_the_contract():
+    for size in (3, 4):
+        check_family(Narrow(1), (2, size))
+    for layer in (nn.Linear(3, 2, bias=False), nn.Embedding(3, 2)):
+        guide = make_guide(ps.Classifier(ps.bayesianize(layer), num_data=5))
+        assert guide[WEIGHT]().event_shape == layer.weight.shape
 
 
 def test_a_model_that_samples_only_one_of_both_is_an_error():
-    guide = make_guide(layer_function())
+    guide = make_guide(layer_function("layer."))
     guide.initialize(*regression_data())
-    message = r"'weight' is joined with its bias 'bias'.*samples only one.*`join_bias=False`"
+    assert guide["layer.weight"]().event_shape == (1, 4)
+    message = r"'layer.weight' is joined with its bias 'layer.bias'.*samples only one.*`join_bias="
     with pytest.raises(ValueError, match=message):
         guide.initialize(*regression_data(), with_bias=False)
 
@@ -120,13 +109,6 @@ def test_a_bias_that_no_pass_uses_is_joined_all_the_same():
     assert all(torch.isfinite(parameter.grad).all() for parameter in guide.parameters())
 
 
-def run_layer(guide, args, layer):
-    """Return a layer's outputs where the guide's values are handed to it, undrawn."""
-    with DelayDraws():
-        values = poutine.trace(guide).get_trace(*args).nodes
-    return layer(values["net.weight"]["value"], values["net.bias"]["value"])
-
-
 USES = {
     "without the bias": lambda x, w, b: F.linear(x, w) + b,
     "with another bias": lambda x, w, b: F.linear(x, w, b + 0),
@@ -135,64 +117,62 @@ USES = {
 }
 
 
+def delayed(guide, *args):
+    """Return what a guide hands to a model, undrawn."""
+    with DelayDraws():
+        return poutine.trace(guide).get_trace(*args)
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_any_other_use_sees_one_draw_of_both(use):
     model, args = linear_model()
-    guide = make_guide(model)
+    guide, x = make_guide(model), torch.randn(5, 3)
     guide.initialize(*args)
-    x, parts = torch.randn(5, 3), {}
-
-    def layer(weight, bias):
-        parts.update(weight=weight, bias=bias)
-        return use(x, weight, bias)
-
-    outputs = run_layer(guide, args, layer)
-    assert isinstance(parts["weight"], LazySlice)
-    assert parts["weight"].whole.is_drawn
-    torch.testing.assert_close(outputs, F.linear(x, parts["weight"].draw(), parts["bias"].draw()))
+    nodes = delayed(guide, *args).nodes
+    weight, bias = (nodes[name]["value"] for name in (WEIGHT, BIAS))
+    outputs = use(x, weight, bias)
+    assert isinstance(weight, LazySlice)
+    assert weight.whole.is_drawn
+    torch.testing.assert_close(outputs, F.linear(x, weight.draw(), bias.draw()))
 
 
 def test_an_input_that_is_a_weight_itself_gets_drawn_weights():
     """Its rows are no examples: their outputs share one weight and one bias."""
 
     def model(x, y=None):
-        inputs = pyro.sample("inputs", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
-        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
-        bias = pyro.sample("bias", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        return F.linear(inputs, weight, bias)
+        shapes = {"inputs": (4, 2), "weight": (3, 2), "bias": (3,)}
+        return F.linear(
+            *(
+                pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
+                for name, shape in shapes.items()
+            )
+        )
 
     guide = ps.StructuredGuide(model, {"inputs": MeanField(), "*": JOINED})
-    with DelayDraws():
-        trace = poutine.trace(guide).get_trace(None)
+    trace = delayed(guide, None)
     outputs = poutine.replay(model, trace=trace)(None)
     values = [trace.nodes[name]["value"].draw() for name in ("inputs", "weight", "bias")]
     torch.testing.assert_close(outputs, F.linear(*values))
 
 
-def test_the_bias_of_another_layer_is_another_draw():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model = ps.Regressor(ps.bayesianize(net), num_data=5, noise_scale=0.3)
-    guide, args = make_guide(model), (torch.randn(5, 3), torch.randn(5, 3))
-    guide.initialize(*args)
-    with DelayDraws():
-        nodes = poutine.trace(guide).get_trace(*args).nodes
-    weight, bias = nodes["net.0.weight"]["value"], nodes["net.1.bias"]["value"]
-    outputs = F.linear(args[0], weight, bias)
-    torch.testing.assert_close(outputs, F.linear(args[0], weight.draw(), bias.draw()))
-
-
-def test_a_weight_used_twice_is_one_draw_with_its_bias():
+def test_a_weight_used_twice_is_one_draw_with_its_bias_and_others_are_other_draws():
     class Twice(nn.Linear):
         def forward(self, x):
             return super().forward(x) - F.linear(x, self.weight)
 
     model = ps.Regressor(ps.bayesianize(Twice(3, 2)), num_data=5, noise_scale=0.3)
     guide, args = make_guide(model), (torch.randn(5, 3), torch.randn(5, 2))
-    with DelayDraws():
-        trace = poutine.trace(guide).get_trace(*args)
+    trace = delayed(guide, *args)
     outputs = poutine.replay(model, trace=trace)(*args)
-    bias = trace.nodes["net.bias"]["value"]
-    torch.testing.assert_close(outputs, bias.expand(5, 2))
+    torch.testing.assert_close(outputs, trace.nodes[BIAS]["value"].expand(5, 2))
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model, args = ps.Regressor(ps.bayesianize(net), 5, 0.3), (torch.randn(5, 3),) * 2
+    guide = make_guide(model)
+    guide.initialize(*args)
+    nodes = delayed(guide, *args).nodes
+    weight, bias = nodes["net.0.weight"]["value"], nodes["net.1.bias"]["value"]
+    outputs = F.linear(args[0], weight, bias)
+    torch.testing.assert_close(outputs, F.linear(args[0], weight.draw(), bias.draw()))
 
 
 def test_a_part_knows_its_shape_and_keeps_its_gradient():
@@ -200,8 +180,7 @@ def test_a_part_knows_its_shape_and_keeps_its_gradient():
     guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
     args = torch.randn(5, 2, 3), torch.randint(4, (5,))
     guide.initialize(*args)
-    with DelayDraws():
-        nodes = poutine.trace(guide).get_trace(*args).nodes
+    nodes = delayed(guide, *args).nodes
     weight, bias = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
     assert (weight.shape, bias.shape, weight.dtype) == ((4, 2, 3), (4,), torch.float64)
     assert not weight.whole.is_drawn

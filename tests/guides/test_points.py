@@ -213,28 +213,3 @@ def test_a_net_that_cannot_be_vectorized_says_so_and_trains_without():
         ps.fit(model, ps.EnsembleGuide(model, 2), data, num_steps=1, progress=False)
     guide = ps.EnsembleGuide(model, 2, vectorize=False)
     ps.fit(model, guide, data, num_steps=2, progress=False)
-
-
-# ---- dropout -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_dropout_has_its_loss_under_every_objective():
-    """Against all masks of a layer, and the entropy of the masks."""
-    x, y = regression_data(5, 2)
-    net = nn.Linear(2, 1)
-    model = ps.Regressor(ps.bayesianize(net, prior=PRIOR), 10, NOISE)
-    guide = ps.MCDropoutGuide(model, rate=0.3)
-    weight, bias = net.weight.detach(), net.bias.detach()
-    prior, expected = dist.Normal(0.0, PRIOR), -guide["net.weight"]().entropy().detach()
-    for mask in ([0, 0], [0, 1], [1, 0], [1, 1]):
-        probability = 0.3 ** mask.count(0) * 0.7 ** mask.count(1)
-        masked = weight * torch.tensor(mask) / 0.7
-        density = dist.Normal(F.linear(x, masked, bias), NOISE).log_prob(y).sum() * 2
-        density = density + prior.log_prob(masked).sum() + prior.log_prob(bias).sum()
-        expected = expected - probability * density
-    guide.initialize(x, y)
-    for elbo in (ps.StructuredELBO(), Trace_ELBO()):
-        with torch.no_grad():
-            losses = torch.tensor([[elbo.loss(model, guide, x, y)] for _ in range(2000)])
-        assert_mean(losses, expected.reshape(1))

@@ -8,7 +8,6 @@ prior deviations p, the rows of W are independent in the posterior, row i with t
 which is a matrix normal where all s_i are equal. At the exact posterior no bound is left.
 """
 
-import pyro
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,6 @@ import pyro_structvi as ps
 from pyro_structvi.families import FullCovariance, LowRank, Rowwise
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.sites.parameterization import cholesky_factor
-from pyro_structvi.weights.lazy import LazyWeight
 from tests.guides.matrix_guides import minimize
 
 OUT, IN, NUM_DATA = 3, 4, 30
@@ -75,28 +73,6 @@ def test_each_row_has_the_factor_of_its_parameters():
     for index in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
         own = tuple(index)
         assert torch.equal(factors[own], cholesky_factor(log_diagonal[own], lower[own]))
-
-
-@pytest.mark.parametrize(
-    ("make_guide", "groups", "parts"),
-    [(ps.RowwiseGuide, 2, ("lower",)), (ps.MatrixNormalGuide, 1, ("row_lower", "column_lower"))],
-)
-def test_a_net_with_convolutions_trains_without_a_drawn_weight(
-    make_guide, groups, parts, monkeypatch
-):
-    convolution = nn.Conv2d(2, 4, 3, groups=groups)
-    net = nn.Sequential(convolution, nn.Tanh(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3))
-    model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=12)
-    guide = make_guide(model, join_bias=True)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 3e-2}), ps.StructuredELBO())
-    data = torch.randn(12, 2, 6, 6), torch.randint(3, (12,))
-    svi.step(*data)
-    drawn = []
-    monkeypatch.setattr(LazyWeight, "draw", lambda self: drawn.append(self.use.name))
-    svi.step(*data)
-    assert drawn == []
-    for name in ("net.0.weight", "net.3.weight"):
-        assert all((getattr(guide[name], part) != 0).all() for part in parts)
 
 
 MEMORY = {

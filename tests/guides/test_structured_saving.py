@@ -5,16 +5,13 @@ import pickle
 
 import pyro
 import pyro.distributions as dist
-import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
 from pyro.infer import Predictive
-from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.sites.autoguide import LocalLatentWarning
-from pyro_structvi.weights.lazy import DelayDraws
 from tests.guides.test_structured import make_svi
 from tests.models import linear_function, local_latent_function, make_regressor, regression_data
 
@@ -81,25 +78,3 @@ def test_sites_of_functions_come_in_the_order_of_execution_whatever_their_names(
     assert len(list(guide.parameters())) == 2 * len(names)
     with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
         guide["net.9.weight"]
-
-
-def test_a_net_that_differentiates_itself_gets_drawn_weights():
-    class Derivative(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 1)
-
-        def forward(self, x):
-            with torch.enable_grad():
-                x = x.clone().requires_grad_()
-                output = torch.tanh(self.layer(x))
-                (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-            return torch.cat([output, slope], 1)
-
-    model = ps.Regressor(ps.bayesianize(Derivative()), num_data=5, noise_scale=1.0)
-    guide = ps.MeanFieldGuide(model)
-    x = torch.randn(5, 3)
-    guide.initialize(x, torch.zeros(5, 4))
-    with DelayDraws():
-        value = poutine.trace(guide).get_trace(x).nodes["net.layer.weight"]["value"]
-    assert type(value) is torch.Tensor

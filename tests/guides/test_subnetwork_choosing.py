@@ -93,7 +93,6 @@ def test_masks_must_fit(chosen, error, message):
 @pytest.mark.parametrize(
     ("posterior", "message"),
     [
-        (3, "`posterior` must be a Family, but got 3"),
         (FullCovariance, r"`posterior` must be a Family.* Pass an instance of it"),
         (KTied(2), "the chosen elements are one vector"),
         (PointEstimate(), "need a posterior with a density"),
@@ -106,32 +105,18 @@ def test_posteriors_of_a_vector(posterior, message):
         ps.SubnetworkGuide(make_regressor(), CHOSEN, posterior=posterior)
 
 
-def test_a_center_is_of_the_same_model():
-    other = ps.Classifier(ps.bayesianize(nn.Linear(2, 2)), 3)
+def test_what_else_is_refused():
+    model, other = make_regressor(), ps.Classifier(ps.bayesianize(nn.Linear(2, 2)), 3)
     with pytest.raises(ValueError, match="`center` must be a guide of the same model"):
-        ps.SubnetworkGuide(make_regressor(), CHOSEN, ps.MAPGuide(other))
-
-
-def test_a_start_is_given_once():
-    model = make_regressor()
+        ps.SubnetworkGuide(model, CHOSEN, ps.MAPGuide(other))
     with pytest.raises(ValueError, match="one of `center` and `init_loc_fn`"):
         ps.SubnetworkGuide(model, CHOSEN, ps.MAPGuide(model), init_loc_fn=lambda site: None)
-
-
-def test_too_many_elements_are_refused_before_anything_is_allocated():
-    model = ps.Classifier(ps.bayesianize(nn.Linear(1000, 1000)), 10)
-    chosen = {"net.weight": torch.ones(1000, 1000, dtype=torch.bool)}
+    large = ps.Classifier(ps.bayesianize(nn.Linear(1000, 1000)), 10)
     with pytest.raises(MemoryError, match=r"subnetwork of net\.weight"):
-        ps.SubnetworkGuide(model, chosen)
-
-
-@pytest.mark.parametrize("size", [0, 6])
-def test_a_size_is_within_the_elements(size):
-    with pytest.raises(ValueError, match="`size` must be"):
-        element_scores.largest({"a": torch.rand(5)}, size)
-
-
-def test_a_score_that_is_no_number_is_refused():
+        ps.SubnetworkGuide(large, {"net.weight": torch.ones(1000, 1000, dtype=torch.bool)})
+    for size in (0, 6):
+        with pytest.raises(ValueError, match="`size` must be"):
+            element_scores.largest({"a": torch.rand(5)}, size)
     with pytest.raises(ValueError, match="`variances` holds 1 NaN"):
         element_scores.largest({"a": torch.tensor([1.0, torch.nan])}, 1)
 

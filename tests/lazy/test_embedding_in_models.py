@@ -1,11 +1,7 @@
 """Embeddings in models: training steps, particles, predictions."""
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-import torch.nn.functional as F
-from pyro.infer import Predictive
 from torch import nn
 
 import pyro_structvi as ps
@@ -64,21 +60,3 @@ def test_particles_in_one_pass_have_the_terms_of_a_loop(local_reparam):
     elbo = ps.StructuredELBO(num_particles=4, vectorize_particles=True)
     each = [terms(elbo, model, guide, *data).elbo for terms in (terms_together, terms_in_a_loop)]
     assert_close(*each)
-
-
-def look_up(x, y=None):
-    table = pyro.sample("table", dist.Normal(torch.zeros(6, 3), 1.0).to_event(2))
-    rows = pyro.deterministic("rows", F.embedding(x, table))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(rows.mean(1), 1.0).to_event(1), obs=y)
-
-
-@pytest.mark.parametrize("name", ["k-tied", "low rank"])
-def test_predictions_have_one_table_for_each_draw(name):
-    x = torch.randint(6, (8, 5))
-    guide = GUIDES[name](look_up, init_scale=0.5)
-    guide.initialize(x, torch.zeros(8, 3))
-    draws = Predictive(look_up, guide=guide, num_samples=4, return_sites=["table", "rows"])(x)
-    tables = draws["table"].reshape(4, 6, 3)
-    assert torch.equal(draws["rows"].reshape(4, 8, 5, 3), tables[:, x])
-    assert not torch.equal(tables[0], tables[1])

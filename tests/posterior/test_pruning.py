@@ -24,7 +24,6 @@ from tests import dense_oracles as oracle
 from tests.models import make_regressor, regression_data
 
 PRUNE = {"inducing weights": prune_inducing_factors, "mean field": prune_mean_field}
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda guide: pickle.loads(pickle.dumps(guide))}
 
 
 def make_guide(kind, model=None):
@@ -170,7 +169,7 @@ def test_fine_tuning_keeps_zeros_and_a_further_call_counts_them(kind, model, gui
     assert (prunable(guide) == 0)[before == 0].all()
     assert second.total_left == first.total - round(0.6 * first.total)
     assert PRUNE[kind](guide, 0.6) == second
-    message = r"at least the 0\.6 that is pruned already, but got 0\.25\. Pruning is not undone"
+    message = r"at least the 0\.\d+ that is pruned already, but got 0\.25\. Pruning is not undone"
     with pytest.raises(ValueError, match=message):
         PRUNE[kind](guide, 0.25)
     gone = prunable(guide) == 0
@@ -179,28 +178,24 @@ def test_fine_tuning_keeps_zeros_and_a_further_call_counts_them(kind, model, gui
     assert torch.equal(single == 0, gone)
 
 
-@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
-def test_copies_keep_what_is_pruned_and_train_on(make_copy, kind, model, guide):
+# ---- the distribution ----------------------------------------------------------------------------
+
+
+def test_copies_and_states_keep_what_is_pruned_and_train_on(kind, model, guide):
     """After a step the masked factors have a gradient, which torch's copies refuse."""
     PRUNE[kind](guide, 0.5)
     fit(model, guide)
     expected = prunable(guide)
-    new = make_copy(guide)
-    torch.testing.assert_close(prunable(new), expected, rtol=0, atol=0)
-    fit(model, new)
-    assert torch.equal(prunable(new) == 0, expected == 0)
-    assert (prunable(new) != expected).any()
-    torch.testing.assert_close(prunable(guide), expected, rtol=0, atol=0)
-
-
-def test_a_state_dict_goes_into_a_new_guide(kind, model, guide):
-    PRUNE[kind](guide, 0.5)
-    fit(model, guide)
-    new = make_guide(kind, model)
-    PRUNE[kind](new, 0.0)
-    new.load_state_dict(guide.state_dict())
-    further = copy.deepcopy(new)
-    torch.testing.assert_close(prunable(new), prunable(guide), rtol=0, atol=0)
+    loaded = make_guide(kind, model)
+    PRUNE[kind](loaded, 0.0)
+    loaded.load_state_dict(guide.state_dict())
+    for new in (copy.deepcopy(guide), pickle.loads(pickle.dumps(guide)), loaded):
+        torch.testing.assert_close(prunable(new), expected, rtol=0, atol=0)
+        further = copy.deepcopy(new)
+        fit(model, new)
+        assert torch.equal(prunable(new) == 0, expected == 0)
+        assert (prunable(new) != expected).any()
+        torch.testing.assert_close(prunable(guide), expected, rtol=0, atol=0)
     # What was loaded counts, whether or not it has been called since.
     assert PRUNE[kind](further, 0.7) == PRUNE[kind](guide, 0.7)
     torch.testing.assert_close(prunable(further), prunable(guide), rtol=0, atol=0)
@@ -221,14 +216,12 @@ def test_kept_factors_are_made_anew(model):
     assert ps.predict(model, guide, x, num_samples=3).mean.isfinite().all()
 
 
-# ---- the distribution ----------------------------------------------------------------------------
-
-
 def pruned_normal(batch=(), shape=(4, 3)):
     """Return a law, and the arguments it was made of."""
     loc, scale = torch.randn(*batch, *shape), torch.rand(*batch, *shape) + 0.1
     kept = torch.rand(*batch, *shape) < 0.6
     kept[..., 0, :] = False  # a unit without any input
+    loc, scale = loc.requires_grad_(), scale.requires_grad_()
     return PrunedNormal(loc, scale, kept, event_dim=len(shape)), loc, scale, kept
 
 
@@ -247,22 +240,19 @@ def test_members_are_those_of_the_kept():
     torch.testing.assert_close(q.mean, loc * kept)
     torch.testing.assert_close(q.variance, (scale * kept).square())
     assert torch.equal(value != 0, kept.expand(5, 2, 4, 3))
-    q, *_, kept = pruned_normal()
+
+
+def test_outputs_and_gradients_are_those_of_a_weight_with_zeros():
+    q, loc, scale, kept = pruned_normal()
     wide, x = q.expand((2,)), torch.randn(5, 3)
     torch.testing.assert_close(wide.entropy(), q.entropy().expand(2))
     assert torch.equal(wide.kept, kept.expand(2, 4, 3))
-    torch.testing.assert_close(q.image(x).mean, oracle.image_mean(x, q.mean, 2))
+    image = q.image(x)
+    torch.testing.assert_close(image.mean, oracle.image_mean(x, q.mean, 2))
     covariance = oracle.image_covariance(x, q.covariance_matrix, 4)
-    torch.testing.assert_close(q.image(x).covariance_matrix, covariance)
-
-
-def test_gradients_are_finite_and_end_at_what_is_kept():
-    """A unit without any input has outputs of variance zero."""
-    _, loc, scale, kept = pruned_normal()
-    loc.requires_grad_()
-    scale.requires_grad_()
-    q = PrunedNormal(loc, scale, kept)
-    loss = q.image(torch.randn(5, 3)).rsample().square().sum() + q.log_prob(q.rsample())
+    torch.testing.assert_close(image.covariance_matrix, covariance)
+    # Also of a unit without any input, whose outputs have no variance.
+    loss = image.rsample().square().sum() + q.log_prob(q.rsample())
     loss = loss + kl_divergence(q, Normal(torch.zeros(4, 3), 1.0)) + q.entropy()
     for gradient in torch.autograd.grad(loss, [loc, scale]):
         assert torch.equal(gradient != 0, kept)

@@ -92,23 +92,17 @@ def test_the_density_has_the_dense_gradients_even_where_eigenvalues_are_equal(ma
         torch.autograd.grad(density.sum(), joint.row_factor, create_graph=True)
 
 
-def test_factors_are_computed_when_needed_and_once(factorizations):
-    joint = make_joint((), MATRIX, FLOAT64)
+def test_factors_are_computed_when_needed_and_once_with_gradients(factorizations):
+    joint = AugmentedMatrixNormal(**leaves(make_joint((), MATRIX, FLOAT64)))
     joint.weight_prior()
     assert factorizations == []
-    for _ in range(3):
-        given = joint.condition(torch.zeros(INDUCING))
-        given.log_prob(given.rsample())
-        given.image(torch.randn(7, 3)).rsample()
-        joint.rsample()
+    for context in (torch.no_grad, torch.enable_grad, torch.enable_grad):
+        with context():
+            given = joint.condition(torch.zeros(INDUCING))
+            given.log_prob(given.rsample())
+            given.image(torch.randn(7, 3)).rsample()
+            joint.rsample()
     assert sorted(factorizations) == [(2, 2), (3, 3)]
-
-
-@pytest.mark.parametrize("first_look", [torch.no_grad, torch.enable_grad])
-def test_factors_have_gradients_wherever_they_are_first_looked_at(first_look):
-    joint = AugmentedMatrixNormal(**leaves(make_joint((), MATRIX, FLOAT64)))
-    with first_look():
-        joint.rows  # noqa: B018
     assert joint.rows.basis.requires_grad
     with torch.no_grad():
         joint = AugmentedMatrixNormal(**joint.arguments)

@@ -26,12 +26,19 @@ def test_it_expands_and_shares_memory():
         assert expanded.arguments[name].data_ptr() == value.data_ptr()
 
 
-def test_one_scale_serves_a_batch():
+def test_one_scale_serves_a_batch_and_may_be_a_number():
     arguments = make_joint((2, 3), MATRIX, FLOAT64).arguments
     joint = AugmentedMatrixNormal(**arguments | {"scale": torch.tensor([0.2, 0.3, 0.4])})
     each = AugmentedMatrixNormal(**arguments | {"scale": joint.scale.expand(2, 3)})
     close(joint.covariance_matrix, each.covariance_matrix)
     close(prior_scale(joint), torch.tensor([0.2, 0.3, 0.4]).unsqueeze(-1).expand(3, 3))
+    arguments = make_joint((), MATRIX, FLOAT32).arguments
+    joint = AugmentedMatrixNormal(**arguments | {"scale": 1, "bias_scale": 0.5})
+    assert joint.column_scale.tolist() == [[1.0, 1.0, 0.5]]
+    assert joint.column_scale.dtype == FLOAT32
+    unchecked = arguments | {"scale": torch.tensor(-1.0).float()}
+    joint = AugmentedMatrixNormal(**unchecked, validate_args=False)
+    assert joint.weight_prior().variance.eq(1).all()
 
 
 @pytest.mark.parametrize(
@@ -91,13 +98,6 @@ def test_arguments_of_another_dtype_are_refused(name):
         AugmentedMatrixNormal(**arguments)
 
 
-def test_scales_may_be_numbers():
-    arguments = make_joint((), MATRIX, FLOAT32).arguments | {"scale": 1, "bias_scale": 0.5}
-    joint = AugmentedMatrixNormal(**arguments)
-    assert joint.column_scale.tolist() == [[1.0, 1.0, 0.5]]
-    assert joint.column_scale.dtype == FLOAT32
-
-
 ZEROS = torch.zeros(2, *INDUCING).double()
 
 
@@ -119,9 +119,3 @@ ZEROS = torch.zeros(2, *INDUCING).double()
 def test_conditions_that_do_not_fit_are_refused(u, scale, message):
     with pytest.raises(ValueError, match=message):
         make_joint((2,), MATRIX, FLOAT64).condition(u, scale)
-
-
-def test_validation_can_be_switched_off():
-    arguments = make_joint((), MATRIX, FLOAT64).arguments | {"scale": torch.tensor(-1.0)}
-    joint = AugmentedMatrixNormal(**arguments, validate_args=False)
-    assert joint.weight_prior().variance.eq(1).all()

@@ -6,11 +6,9 @@ import torch.nn.functional as F
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
-from pyro_structvi.structures.inducing import augmented
 from tests.distributions.cases import make_joint, make_mean_field, positive
 from tests.distributions.inducing.inducing_laws import ORACLE, make
 from tests.distributions.subject import FLOAT32, FLOAT64, arguments, with_arguments
-from tests.lazy_weights import lazy
 from tests.recorded_sizes import RecordsSizes
 
 OUT, IN = 3, 4
@@ -45,15 +43,6 @@ def test_outputs_are_drawn_unless_noise_at_every_position_costs_more(shape, imag
         linear_map = ConvolutionMap(F.conv2d, shape[1:])
         x = torch.randn(5, shape[1], image_size, image_size)
     assert q.ways_to_apply(linear_map, x) == ways
-
-
-def test_whether_a_weight_is_drawn_is_seen_in_the_layer(monkeypatch):
-    x = torch.randn(5, 2, 4)
-    for cost, drawn in ((1e9, True), (-1e9, False)):
-        monkeypatch.setattr(augmented, "NOISE_COST", cost)
-        lazy_weight = lazy(make(make_mean_field, (OUT, 2, 2)))
-        F.conv1d(x, lazy_weight)
-        assert lazy_weight.is_drawn is drawn
 
 
 def single_precision():
