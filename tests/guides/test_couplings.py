@@ -1,12 +1,33 @@
-"""Couplings of sites do not depend on the order of patterns."""
+"""Couplings of sites, and layers of inducing weights that are drawn jointly."""
 
+import math
+
+import pyro.poutine as poutine
 import pytest
 import torch
 
 import pyro_structvi as ps
-from pyro_structvi.families import FullCovariance, InducingWeights, MeanField, Members, Subnetwork
-from tests.guides.inducing_guides import assert_same_draws, draw, randomize
-from tests.models import regression_data
+from pyro_structvi.families import (
+    FullCovariance,
+    InducingWeights,
+    MatrixNormalFamily,
+    MeanField,
+    Members,
+    Subnetwork,
+)
+from tests import dense_oracles as dense
+from tests.distributions.cases import joint_covariance
+from tests.guides.inducing_guides import (
+    KINDS,
+    SHAPE,
+    assert_same_draws,
+    close,
+    draw,
+    make_guide,
+    randomize,
+)
+from tests.models import make_regressor, regression_data
+from tests.unit_noise import assert_draws
 
 COUPLED = {
     "shared": InducingWeights((3, 2), FullCovariance(), shared=True),
@@ -75,3 +96,115 @@ def test_a_layer_that_a_pass_skips_comes_back_with_its_part():
         assert guide.draw().keys() == set(names)
         terms = ps.StructuredELBO().terms(model, guide, *regression_data())
         assert {"inducing_weights of net.first.weight", *layers} == terms.kl.keys()
+
+
+@pytest.mark.parametrize("kind", ["full", "full, shared"])
+def test_a_scale_of_model_and_guide_weighs_all_of_the_divergence(kind):
+    guide = make_guide(**KINDS[kind])
+    guide.initialize(*regression_data())
+    elbo, data = ps.StructuredELBO(), regression_data()
+    plain = elbo.terms(guide.model, guide, *data).kl
+    scaled = (poutine.scale(program, scale=0.25) for program in (guide.model, guide))
+    weighed = elbo.terms(*scaled, *data).kl
+    assert weighed.keys() == plain.keys()
+    assert ("shared" in kind) == (len(plain) == 3)
+    for name, nats in plain.items():
+        close(weighed[name], 0.25 * nats)
+
+
+def chosen_members(guide, values):
+    """Return which member each layer's weight comes from: the one whose mean is nearest."""
+    chosen = []
+    for name in ("net.0.weight", "net.2.weight"):
+        posterior = guide[name]
+        means = [posterior().condition(member).mean for member in posterior.inducing_members]
+        value = torch.cat([values[name], values[name.replace("weight", "bias")].unsqueeze(-1)], -1)
+        distances = torch.stack([(value - mean).norm() for mean in means])
+        assert distances.min() < 0.1 * distances.sort().values[1]
+        chosen.append(distances.argmin().item())
+    return chosen
+
+
+def trace_values(guide):
+    trace = poutine.trace(guide).get_trace(*regression_data())
+    return {name: trace.nodes[name]["value"] for name in guide.site_names}
+
+
+@pytest.mark.parametrize("draw", [lambda guide: guide.draw(), trace_values], ids=["draw", "trace"])
+def test_a_pass_uses_one_member_in_all_layers_and_passes_use_all(draw):
+    """Each of three frequencies is a z-test; a false alarm has p = 1e-6."""
+    guide, count = make_guide(init_scale=1e-4, **KINDS["ensemble"]), 300
+    guide.initialize(*regression_data())
+    with torch.no_grad():
+        for name in (
+            "net.0.weight",
+            "net.2.weight",
+        ):  # members that no order of elements makes equal
+            guide[name].inducing_members.normal_()
+        chosen = torch.tensor([chosen_members(guide, draw(guide)) for _ in range(count)])
+    assert torch.equal(chosen[:, 0], chosen[:, 1])
+    frequencies = torch.bincount(chosen[:, 0], minlength=3) / count
+    assert ((frequencies - 1 / 3).abs() < 5.2 * math.sqrt(2 / 9 / count)).all()
+
+
+def test_the_median_of_an_ensemble_is_the_mean_of_its_members():
+    guide = make_guide(**KINDS["ensemble"])
+    means = [
+        guide["net.2.weight"]().condition(m).mean for m in guide["net.2.weight"].inducing_members
+    ]
+    close(guide.median()["net.2.weight"], sum(means)[:, :-1].detach() / 3)
+
+
+def joint_moments(guide):
+    """Return mean and covariance of the stacked layers by stacked inducing weights."""
+    names = ["net.0.weight", "net.2.weight"]
+    laws = [guide[name]() for name in names]
+    stacked = guide.couplings["net/0/weight"].posterior()
+    index = torch.arange(stacked.event_shape.numel()).reshape(stacked.event_shape)
+    gains, noises, first = [], [], 0
+    for law in laws:
+        gain, noise = dense.conditional_moments(
+            joint_covariance(law.joint), law.event_shape.numel()
+        )
+        rows, columns = law.joint.inducing_shape
+        own = index[first : first + rows, :columns].flatten()
+        gains.append(torch.zeros(len(gain), stacked.event_shape.numel()))
+        gains[-1][:, own] = gain
+        noises.append(law.conditional_scale.square() * noise)
+        first += rows
+    gain = torch.cat(gains)
+    covariance = gain @ stacked.covariance_matrix @ gain.mT + torch.block_diag(*noises)
+    return gain @ stacked.mean.flatten(), covariance
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("nested, shared", SHAPE), ("full, shared", (6, 7))])
+def test_layers_are_correlated_as_their_shared_inducing_weights_say(kind, shape):
+    """A layer with fewer columns of inducing weights than others uses the first of the matrix."""
+    guide = make_guide(None, shape, **KINDS[kind])
+    randomize(guide, 0.3)
+    mean, covariance = joint_moments(guide)
+
+    def flat(values):
+        layers = [(values[f"net.{n}.weight"], values[f"net.{n}.bias"]) for n in (0, 2)]
+        return torch.cat([torch.cat([w, b.unsqueeze(-1)], -1).flatten() for w, b in layers])
+
+    close(flat(guide.median()), mean.detach())
+    assert_draws(lambda: flat(guide.draw()), mean, covariance)
+    deviation = covariance.diagonal().sqrt()
+    correlation = covariance / deviation / deviation.unsqueeze(-1)
+    assert correlation[:20, 20:].abs().max() > 0.02, "layers should vary together"
+
+
+def test_layers_of_two_families_share_apart():
+    model, data = make_regressor(), regression_data()
+    families = (
+        InducingWeights((3, 2), family(), shared=True)
+        for family in (FullCovariance, MatrixNormalFamily)
+    )
+    guide = ps.StructuredGuide(model, dict(zip(("net.0.*", "*"), families, strict=True)))
+    assert set(ps.StructuredELBO().terms(model, guide, *data).kl) == {
+        "net.0.weight+bias",
+        "net.2.weight+bias",
+        "inducing_weights of net.0.weight",
+        "inducing_weights of net.2.weight",
+    }

@@ -1,5 +1,6 @@
 """Biases joined to their weights: one joint posterior, two sites of the model."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pyro
@@ -8,16 +9,52 @@ import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import KTied, MeanField
+from pyro_structvi.families import KTied, LowRank, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from pyro_structvi.testing import check_family
 from pyro_structvi.weights.lazy import DelayDraws
 from pyro_structvi.weights.placeholders import LazySlice
-from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
-from tests.models import regression_data
+from tests import dense_oracles as dense
+from tests.exact_means import exact_mean
+from tests.models import make_regressor, regression_data
+
+JOINED = LowRank(rank=2, diagonal="full", join_bias=True)
+
+
+def make_guide(model=None, init_scale=0.4, family=JOINED, **options):
+    return ps.StructuredGuide(
+        make_regressor() if model is None else model,
+        {"*": family},
+        init_scale=init_scale,
+        **options,
+    )
+
+
+def linear_model(out=2, size=12, **priors):
+    """Return a linear layer with unlike priors of weight and bias, and data for it."""
+    priors = {"weight": 0.7, "bias": 1.5} | priors
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, out), prior=priors), size, noise_scale=0.5)
+    return model, (torch.randn(size, 3), torch.randn(size, out))
+
+
+def layer_function(prefix="", around=nullcontext):
+    """Return a plain function with one layer, whose weight is sampled in a context."""
+
+    def model(x, y=None, with_bias=True):
+        bias = None
+        with around():
+            prior = dist.Normal(torch.zeros(1, 3), 1.0).to_event(2)
+            weight = pyro.sample(f"{prefix}weight", prior)
+        if with_bias:
+            bias = pyro.sample(f"{prefix}bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
+
+    return model
 
 
 def test_a_weight_takes_its_bias_along():
@@ -186,3 +223,97 @@ def test_a_part_knows_its_shape_and_keeps_its_gradient():
     assert not weight.whole.is_drawn
     (weight.sum() + bias.sum()).backward()
     assert guide["net.0.weight"].loc.grad.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("weight_scale", "bias_scale"),
+    [(0.7, 1.5), (torch.rand(2, 3) + 0.5, 0.7), (0.7, torch.tensor([0.5, 2.0]))],
+    ids=["one", "many weights", "many biases"],
+)
+def test_the_kl_is_the_dense_one(weight_scale, bias_scale):
+    priors = {"weight": weight_scale, "bias": bias_scale}
+    model, args = linear_model(**priors)
+    guide = make_guide(model)
+    terms = ps.StructuredELBO().terms(model, guide, *args)
+    q = guide["net.weight"]()
+    scale = torch.cat(
+        [
+            torch.as_tensor(weight_scale).expand(2, 3),
+            torch.as_tensor(bias_scale).expand(2).unsqueeze(-1),
+        ],
+        -1,
+    )
+    exact = dense.kl_to_independent_normals(
+        q.loc, q.covariance_matrix, torch.zeros(2, 4), scale, event_dim=2
+    )
+    torch.testing.assert_close(terms.kl, {"net.weight+bias": exact})
+    assert terms.sampled == ()
+
+
+@pytest.mark.parametrize(
+    ("elbo_class", "family"),
+    [
+        (ps.StructuredELBO, JOINED),
+        (ps.StructuredELBO, KTied(2, join_bias=True)),
+        (TraceMeanField_ELBO, JOINED),
+        (Trace_ELBO, JOINED),
+    ],
+)
+def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
+    model, (x, y) = linear_model()
+    guide = make_guide(model, init_scale=0.3, family=family)
+    guide.initialize(x, y)
+    q = guide["net.weight"]()
+    inputs = torch.cat([x, torch.ones(len(x), 1)], -1)
+    image = q.image(inputs)
+    likelihood = dist.Normal(image.mean, 0.5).log_prob(y).sum() - 2 * image.variance.sum()
+    prior_scale = torch.tensor([0.7, 0.7, 0.7, 1.5]).expand(2, 4)
+    kl = dense.kl_to_independent_normals(
+        q.loc, q.covariance_matrix, torch.zeros(2, 4), prior_scale, event_dim=2
+    )
+    elbo = elbo_class()
+    mean = exact_mean(lambda: torch.tensor(elbo.loss(model, guide, x, y)))
+    torch.testing.assert_close(mean, (kl - likelihood).detach(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: poutine.block(model, hide=["net.bias"]),
+        lambda model: poutine.block(model, hide=["net.weight"]),
+        lambda model: poutine.condition(model, {"net.bias": torch.zeros(2)}),
+    ],
+    ids=["no bias", "no weight", "bias observed"],
+)
+def test_a_model_with_half_of_a_joint_site_is_an_error(change):
+    model, args = linear_model()
+    guide = make_guide(model)
+    guide.initialize(*args)
+    with pytest.raises(
+        ValueError, match=r"'net.weight' and its bias 'net.bias', but the model does"
+    ):
+        ps.StructuredELBO().terms(change(model), guide, *args)
+
+
+@pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
+def test_what_has_no_closed_form_is_sampled_and_said():
+    message = r"\['net.weight\+bias'\]"
+    model, args = linear_model(bias=dist.StudentT(3.0, 0.0, 1.0))
+    with pytest.warns(ps.infer.SampledKLWarning, match=message):
+        ps.StructuredELBO().terms(model, make_guide(model), *args)
+    model, args = linear_model()
+    guide = make_guide(model)
+    guide.initialize(*args)
+    empty = poutine.block(model, hide=["net.weight", "net.bias"])  # a layer that a pass skips
+    with pytest.warns(ps.infer.SampledKLWarning, match=message):
+        assert ps.StructuredELBO().terms(empty, guide, *args).sampled == ("net.weight+bias",)
+
+
+def test_scale_and_mask_of_weight_and_bias_must_be_one():
+    model = layer_function(around=lambda: poutine.mask(mask=torch.tensor(True)))
+    assert ps.StructuredELBO().terms(model, make_guide(model), *regression_data()).kl
+    model = layer_function(around=lambda: poutine.scale(scale=2.0))
+    message = r"sites 'weight' and 'bias' have one posterior, and so must have one scale"
+    with pytest.raises(ValueError, match=message):
+        ps.StructuredELBO().terms(model, make_guide(model), *regression_data())

@@ -18,6 +18,7 @@ from pyro_structvi.distributions import (
     JoinedPrior,
     MeanFieldNormal,
 )
+from pyro_structvi.structures.inducing.outputs import InducingSide
 from pyro_structvi.testing import check_distribution
 from pyro_structvi.testing.contracts import Contract, with_leaves
 from tests import dense_oracles as dense
@@ -42,7 +43,7 @@ from tests.distributions.inducing.inducing_laws import (
     nested,
     point_mixture,
 )
-from tests.distributions.subject import FLOAT64
+from tests.distributions.subject import FLOAT64, named_arguments, rebuilt
 from tests.exact_means import exact_mean
 from tests.unit_noise import assert_draws
 
@@ -204,3 +205,40 @@ def test_inducing_weights_that_are_drawn_elsewhere_leave_no_law():
     expected = ConditionalNormal(q.joint, whitened, 0.5)
     close(q.condition(whitened).covariance_matrix, expected.covariance_matrix)
     close(q.condition(whitened).mean, expected.mean)
+
+
+def as_prior(scales, loc, is_learned, joined):
+    """Return a prior of one weight; where its scales are learned they may become other numbers."""
+    scales = [scale.detach().clone().requires_grad_(is_learned) for scale in scales]
+    if not joined:
+        return Independent(Normal(loc, scales[0]).expand(MATRIX), 2)
+    weight, bias = (Normal(loc, scale) for scale in scales)
+    return JoinedPrior(
+        Independent(weight.expand((MATRIX[0], MATRIX[1] - 1)), 2),
+        Independent(bias.expand(MATRIX[:1]), 1),
+    )
+
+
+@pytest.mark.parametrize(("joined", "bias_scale"), [(False, False), (True, False), (True, True)])
+def test_the_divergence_is_the_same_whether_the_prior_is_known(joined, bias_scale, monkeypatch):
+    q = make(make_mean_field, bias_scale=bias_scale)
+    scales = [q.joint.scale, q.joint.bias_scale if bias_scale else q.joint.scale]
+    loc = torch.zeros(())
+    expected = kl_divergence(q, as_prior(scales, loc, True, joined))
+    others = [
+        as_prior(scales, loc + 0.1, False, joined),
+        *(
+            as_prior([s * f for s, f in zip(scales, factors, strict=True)], loc, False, joined)
+            for factors in ([(1.1, 1.0), (1.0, 1.1)] if joined else [(1.1, 1.1)])
+        ),
+    ]
+    for other in others:
+        assert abs(kl_divergence(q, other) - expected) > 1e-3
+    fresh = rebuilt(q, named_arguments(q))
+
+    def refuse(*_):
+        raise AssertionError("the factors are not needed")
+
+    monkeypatch.setattr(InducingSide, "of", refuse)
+    found = kl_divergence(fresh, as_prior(scales, loc, False, joined))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
