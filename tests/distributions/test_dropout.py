@@ -12,14 +12,11 @@ from pyro_structvi.distributions import BernoulliDropout, MeanFieldNormal
 from pyro_structvi.maps import ConvolutionMap, DenseMap
 from tests.lazy_weights import lazy
 from tests.statistics import assert_mean
+from tests.unit_noise import close
 
 RATE = 0.3
 SHAPES = [(4, 3), (4, 3, 2, 2)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def make(shape, rate=RATE):

@@ -20,6 +20,7 @@ from pyro_structvi.distributions import (
 from pyro_structvi.structures.inducing.augmented import AugmentedNormal
 from pyro_structvi.testing.contracts import Leaf
 from tests.distributions.cases import CASES, make_full
+from tests.unit_noise import close
 
 OF_CLASS = {type(case.make((), (4, 3), torch.float64)): case for case in CASES}
 GAUSSIAN = {
@@ -37,10 +38,6 @@ def make(name, batch_shape=(), event_shape=(4, 3), dtype=torch.float64):
 def dense(name, q):
     mean = q.mean.flatten(len(q.batch_shape))
     return MultivariateNormal(mean, GAUSSIAN[name].covariance(q))
-
-
-def close(actual, expected, **tolerance):
-    torch.testing.assert_close(actual, expected, **({"rtol": 1e-9, "atol": 1e-9} | tolerance))
 
 
 def leaves(q):

@@ -12,10 +12,6 @@ from pyro_structvi.maps import ConvolutionMap, DenseMap
 from tests.distributions.cases import CONVOLUTION, MATRIX
 
 
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, check_stride=False)
-
-
 def make(batch_shape=(), count=3, event_shape=MATRIX):
     return PointMixture(torch.randn(*batch_shape, count, *event_shape), len(event_shape))
 

@@ -14,10 +14,7 @@ from pyro_structvi.distributions import (
     ScaleMixtureNormal,
 )
 from tests.distributions.cases import CASES, MATRIX, make_joint
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+from tests.unit_noise import close
 
 
 def test_the_kl_of_a_point_is_its_negative_log_density():

@@ -27,11 +27,6 @@ def make_guide(model=None, shape=SHAPE, **options):
     return ps.InducingWeightGuide(make_regressor() if model is None else model, shape, **options)
 
 
-def close(actual, expected, **tolerance):
-    tolerance = {"rtol": 1e-9, "atol": 1e-10} | tolerance
-    torch.testing.assert_close(actual, expected, check_stride=False, **tolerance)
-
-
 def randomize(guide, scale=0.1):
     """Move every parameter."""
     with torch.no_grad():

@@ -21,13 +21,12 @@ from tests.guides.inducing_guides import (
     KINDS,
     SHAPE,
     assert_same_draws,
-    close,
     draw,
     make_guide,
     randomize,
 )
 from tests.models import make_regressor, regression_data
-from tests.unit_noise import assert_draws
+from tests.unit_noise import assert_draws, close
 
 COUPLED = {
     "shared": InducingWeights((3, 2), FullCovariance(), shared=True),

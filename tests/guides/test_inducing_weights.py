@@ -6,7 +6,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.sites.parameterization import capped, uncapped
-from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide
+from tests.guides.inducing_guides import KINDS, SHAPE, make_guide
+from tests.unit_noise import close
 
 
 def test_only_a_weight_that_is_smaller_in_both_directions_has_fewer():

@@ -19,12 +19,9 @@ from tests.models import (
     regression_data,
 )
 from tests.statistics import assert_mean
+from tests.unit_noise import close
 
 NUM_DATA, PRIOR, NOISE = 12, 0.7, 0.3
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def map_loss(values, x, y, num_data=NUM_DATA):
@@ -165,17 +162,6 @@ def test_sites_in_plates_have_members_too():
     ps.fit(model, guide, (x, y[:, 0]), num_steps=3, lr=0.05, progress=False)
     assert guide.num_members == 4
     assert len({guide.draw(number=number)["weight"] for number in range(4)}) == 4
-
-
-@pytest.mark.parametrize("make_guide", [ps.EnsembleGuide, ps.MCDropoutGuide, ps.MAPGuide])
-def test_a_noise_scale_is_a_point_too(make_guide):
-    net = ps.bayesianize(nn.Linear(3, 1))
-    model = ps.Regressor(net, num_data=12, noise_scale=dist.HalfNormal(1.0))
-    guide = make_guide(model)
-    ps.fit(model, guide, regression_data(), num_steps=3, progress=False)
-    values = {guide.draw()["noise_scale"].item() for _ in range(40)}
-    assert len(values) == (5 if make_guide is ps.EnsembleGuide else 1)
-    assert min(values) > 0
 
 
 def test_particles_average_the_masks_of_a_nets_own_dropout():

@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 import pyro_structvi as ps
 from tests.models import linear_function, make_regressor
+from tests.unit_noise import close
 
 
 def make_guide(make=ps.KTiedGuide, **options):
@@ -25,10 +26,6 @@ def sampled(guide, count, x, read=lambda outputs: outputs):
     draws = guide.joint_posterior().draw_many(range(count))
     nets = [guide.to_net({key: draw[i] for key, draw in draws.items()}) for i in range(count)]
     return functions, torch.stack([read(net.eval()(x)) for net in nets])
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("make", [ps.KTiedGuide, ps.MAPGuide, ps.InducingWeightGuide])

@@ -7,15 +7,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-import torch.nn.functional as F
 from pyro.infer import SVI, Predictive
 from pyro.infer.autoguide.initialization import init_to_mean, init_to_value
 from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
-from pyro_structvi.sites.autoguide import LocalLatentWarning
-from tests.models import linear_function, local_latent_function, make_regressor, regression_data
+from tests.models import linear_function, make_regressor, regression_data
 
 
 def make_svi(model, guide, elbo=None, lr=1e-2):
@@ -114,27 +112,6 @@ def test_init_loc_fn_is_pyros():
         ps.MeanFieldGuide(make_regressor(), init_loc_fn=init_to_mean)["net.2.weight"].loc,
         torch.zeros(1, 5),
     )
-
-
-def test_predictive_draws_consistent_functions():
-    model = make_regressor()
-    x, y = regression_data()
-    guide = ps.KTiedGuide(model, init_scale=0.5)
-    make_svi(model, guide).step(x, y)
-    sites = [*guide.site_names, "_RETURN"]
-    draws = Predictive(model, guide=guide, num_samples=4, return_sites=sites)(x)
-    for index in range(4):
-        w0, b0, w2, b2 = (draws[name][index].squeeze(0) for name in guide.site_names)
-        expected = F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2)
-        torch.testing.assert_close(draws["_RETURN"][index], expected)
-
-
-def test_predictive_on_another_number_of_examples():
-    guide = ps.MeanFieldGuide(local_latent_function)
-    make_svi(local_latent_function, guide).step(torch.randn(6, 3), torch.randn(6))
-    with pytest.warns(LocalLatentWarning, match="drawn from the model"):
-        draws = Predictive(local_latent_function, guide=guide, num_samples=3)(torch.randn(11, 3))
-    assert draws["shift"].shape == draws["obs"].shape == (3, 11)
 
 
 def test_predicting_from_a_guide_that_knows_no_site_is_an_error():

@@ -6,7 +6,6 @@ import weakref
 
 import pyro
 import pyro.distributions as dist
-import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
+from pyro_structvi.weights.lazy import LazyWeight
 from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
 from tests.guides.test_structured import make_svi
 from tests.models import (
@@ -100,29 +99,6 @@ def test_no_weight_of_a_linear_map_is_drawn_in_a_training_step(name, monkeypatch
     monkeypatch.setattr(LazyWeight, "draw", lambda w: (drawn.append(w.use.name), draw(w))[1])
     make_svi(model, guide).step(*data)
     assert set(drawn) <= {"net.4.weight", "net.4.bias"}  # of the normalization
-
-
-def test_local_reparam_false_draws_every_weight_once():
-    model = make_regressor()
-    guide = ps.KTiedGuide(model, local_reparam=False)
-    x, y = regression_data()
-    with DelayDraws():
-        trace = poutine.trace(guide).get_trace(x, y)
-    output = poutine.replay(model, trace=trace)(x, y)
-    assert all(type(trace.nodes[name]["value"]) is torch.Tensor for name in guide.site_names)
-    w0, b0, w2, b2 = (trace.nodes[name]["value"] for name in guide.site_names)
-    torch.testing.assert_close(output, F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2))
-
-
-def test_a_weight_used_twice_is_one_weight():
-    guide = ps.MeanFieldGuide(recurrent_function, init_scale=1.0)
-    x = torch.randn(5, 3)
-    guide.initialize(x, torch.zeros(5))
-    with DelayDraws():
-        trace = poutine.trace(guide).get_trace(x, torch.zeros(5))
-    mean = poutine.replay(recurrent_function, trace=trace)(x, torch.zeros(5))
-    weight = trace.nodes["weight"]["value"]
-    torch.testing.assert_close(mean, F.linear(torch.tanh(F.linear(x, weight)), weight).sum(-1))
 
 
 def test_one_use_more_than_was_counted_is_an_error():

@@ -24,7 +24,7 @@ from pyro_structvi.families import (
 )
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from tests.models import linear_function, make_regressor, regression_data
-from tests.unit_noise import assert_draws
+from tests.unit_noise import assert_draws, close
 
 NOISE, PRIOR, NUM_DATA = 0.3, 0.7, 30
 CHOSEN = {
@@ -32,10 +32,6 @@ CHOSEN = {
     "net.2.weight": torch.tensor([[True, False, False, True, False]]),
 }
 SIZE = 6
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def make_guide(**options):

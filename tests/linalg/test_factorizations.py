@@ -12,13 +12,10 @@ from pyro_structvi.linalg.factorizations import (
     stable_cholesky,
 )
 from pyro_structvi.linalg.matrices import KroneckerLogDet, KroneckerQuadratic
+from tests.unit_noise import close
 
 ROWS, COLUMNS = 3, 4
 operations = torch.ops.pyro_structvi
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def positive_definite(*batch, size):

@@ -9,6 +9,7 @@ import pyro_structvi as ps
 from pyro_structvi.maps.attention import read_attention
 from pyro_structvi.weights.lazy import LazyWeight
 from tests.lazy_weights import lazy, narrow_normal
+from tests.unit_noise import close
 
 BATCH, LENGTH, SIZE, HEADS = 3, 5, 4, 2
 CAUSAL = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
@@ -23,10 +24,6 @@ PADDING_MASKS = {
     "boolean": torch.arange(LENGTH) >= torch.tensor([[5], [3], [4]]),
     "numbers": torch.randn(BATCH, LENGTH, dtype=torch.float64),
 }
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def arguments(x, bias=True, **options):

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from pyro_structvi.maps import ConvolutionMap, DenseMap
 from pyro_structvi.maps.calls import parse_application
-from tests.maps.test_conformance import CHANNELS, CONVOLUTIONS, KERNELS, OUT, SPACES, close
+from tests.maps.test_conformance import CHANNELS, CONVOLUTIONS, KERNELS, OUT, SPACES
+from tests.unit_noise import close
 
 
 @pytest.mark.parametrize(("args", "keywords"), [("xwb", ""), ("x", "wb"), ("xw", "")])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap, shape_per_example
 from tests import dense_oracles as dense
+from tests.unit_noise import close
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 2)}
@@ -16,10 +17,6 @@ OUT, CHANNELS, COUNT = 4, 4, 3
 
 # torch says so for kernels of an even length; they are tested because their padding is lopsided.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, check_stride=False)
 
 
 @pytest.fixture(params=[False, True], ids=["convolves", "multiplies"])

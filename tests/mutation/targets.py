@@ -14,7 +14,9 @@ MUTATED = (
 # Tests of a module, by its folder and by its name. The contract comes first, since it is quick.
 CONTRACT = "distributions/test_contract"
 TESTS = {
-    "structures": (CONTRACT, "distributions/test_{}", "guides/test_{}"),
+    "structures": (
+        *(CONTRACT, "distributions/test_costs", "distributions/test_{}", "guides/test_{}"),
+    ),
     "structures/inducing": (CONTRACT, "distributions/inducing/test_*", "guides/test_inducing_w*"),
     "structures/global_inducing": ("guides/test_global_inducing*",),
     "weights": (CONTRACT, "distributions/test_declared_arguments", "lazy/test_*"),
@@ -22,15 +24,16 @@ TESTS = {
     "infer": ("infer/test_elbo*", "infer/test_vectorized_particles"),
     "dropout": ("guides/test_points",),
     "ensemble": ("distributions/test_point_mixture", "guides/test_points"),
-    "full_covariance": ("distributions/test_full",),
+    "full_covariance": ("distributions/test_full", "guides/test_rowwise"),
     "kl": ("distributions/test_kl_*",),
     "kl_between": ("distributions/test_kl_*",),
+    "matrix_normal": ("guides/test_rowwise",),
     "mean_field": ("guides/test_structured",),
-    "point_estimate": ("guides/test_points", "distributions/test_point_mass"),
+    "point_estimate": ("guides/test_points", "distributions/test_site_distributions"),
     "pruned": ("posterior/test_pruning",),
-    "site_distributions": ("distributions/test_point_mass", "distributions/test_auxiliary"),
+    "site_distributions": ("distributions/test_site_distributions",),
     "subnetwork": ("guides/test_subnetwork*",),
-    "torch_distributions": ("distributions/test_as_pyros",),
+    "torch_distributions": ("distributions/test_site_distributions", "guides/test_starts"),
 }
 # The structures of the contract that see a module; every one by default.
 STRUCTURES = {

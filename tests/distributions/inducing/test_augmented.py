@@ -15,11 +15,7 @@ from tests.distributions.cases import (
 )
 from tests.distributions.subject import FLOAT32, FLOAT64
 from tests.statistics import assert_mean
-from tests.unit_noise import assert_draws
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_stride=False)
+from tests.unit_noise import assert_draws, close
 
 
 @pytest.mark.parametrize("event_shape", [MATRIX, CONVOLUTION], ids=str)

@@ -45,7 +45,7 @@ from tests.distributions.inducing.inducing_laws import (
 )
 from tests.distributions.subject import FLOAT64, named_arguments, rebuilt
 from tests.exact_means import exact_mean
-from tests.unit_noise import assert_draws
+from tests.unit_noise import assert_draws, close
 
 SIZE = 12  # of a matrix
 SETTINGS = [(MATRIX, (2,)), ((3, 2, 2), ())]
@@ -53,10 +53,6 @@ SETTINGS = [(MATRIX, (2,)), ((3, 2, 2), ())]
 FURTHER = {
     name: law for name, law in LAWS.items() if name not in {"diagonal", "matrix normal", "full"}
 }
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_stride=False)
 
 
 def kl_of_noise(scale):
