@@ -58,12 +58,6 @@ def test_moments_densities_and_kl_are_those_of_all_weights(shape):
         kl_divergence(q, StudentT(3.0, torch.zeros(shape), 1.0))
 
 
-def test_without_dropout_it_is_a_point():
-    q = make((4, 3), rate=0.0)
-    assert torch.equal(q.rsample(), q.loc)
-    assert q.log_prob(q.loc) == q.entropy() == 0
-
-
 @shapes
 def test_draws_have_the_probabilities_of_all_weights(shape):
     q = make(shape)
@@ -146,19 +140,15 @@ def test_channels_of_zeros_do_not_show_whether_they_were_dropped():
     close((probabilities * q.log_prob(weights)).sum(), -q.entropy())
     point = BernoulliDropout(torch.zeros(2, 3), 0.0)
     assert point.log_prob(point.rsample()) == 0
+    q = make((4, 3), rate=0.0)
+    assert torch.equal(q.rsample(), q.loc)
+    assert q.log_prob(q.loc) == q.entropy() == 0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q = BernoulliDropout(torch.randn(5, 7, dtype=dtype), RATE)
+        assert torch.isfinite(q.log_prob(q.rsample((20,)))).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_draws_in_low_precision_have_a_probability(dtype):
-    q = BernoulliDropout(torch.randn(5, 7, dtype=dtype), RATE)
-    assert torch.isfinite(q.log_prob(q.rsample((20,)))).all()
-
-
-def test_what_is_refused():
-    for rate in (-0.1, 1.0, "half"):
-        message = "`rate` must be a number of at least 0 and below 1"
-        with pytest.raises(ValueError, match=message):
-            make((4, 3), rate)
+def test_vectors_and_batches_are_refused():
     with pytest.raises(ValueError, match=r"`loc` must have shape \(out, in\) or .* but got \(3,\)"):
         make((3,))
     with pytest.raises(NotImplementedError, match="no batches"):

@@ -7,8 +7,6 @@ from torch.distributions import Normal
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.linalg.matrices import floored_sqrt
 
-NAN, INF = float("nan"), float("inf")
-
 
 def test_scale_broadcasts_to_loc():
     loc, scale = torch.randn(2, 4, 3), torch.rand(4, 1) + 0.1
@@ -36,29 +34,13 @@ def test_single_numbers_equal_a_normal():
     torch.testing.assert_close(q.variance_sum, plain.variance)
 
 
-def wrong_entry(value):
+def test_scales_that_would_enlarge_loc_are_refused():
+    message = r"`scale` must broadcast to the shape of `loc` = \(4, 3\), but got shape \(2, 4, 3\)"
+    with pytest.raises(ValueError, match=message):
+        MeanFieldNormal(torch.zeros(4, 3), torch.ones(2, 4, 3))
     scale = torch.ones(4, 3)
-    scale[1, 2] = value
-    return scale
-
-
-@pytest.mark.parametrize(
-    ("scale", "message"),
-    [
-        (
-            torch.ones(2, 4, 3),
-            r"must broadcast to the shape of `loc` = \(4, 3\), but got shape \(2, 4, 3\)",
-        ),
-        (
-            torch.ones(4, 3, dtype=torch.float32),
-            r"must have the dtype of `loc`, torch\.float64, but got torch\.float32",
-        ),
-        *((value, "must be positive and finite everywhere") for value in (0.0, -1.0, NAN, INF)),
-    ],
-)
-def test_other_scales_are_refused(scale, message):
-    scale = wrong_entry(scale) if isinstance(scale, float) else scale
-    with pytest.raises(ValueError, match=f"`scale` {message}"):
+    scale[1, 2] = float("inf")
+    with pytest.raises(ValueError, match="`scale` must be positive and finite everywhere"):
         MeanFieldNormal(torch.zeros(4, 3), scale)
 
 

@@ -62,6 +62,26 @@ def test_the_gradient_of_a_draw_goes_to_its_member():
     assert torch.equal(gradient, 2.0 * chosen[:, None, None].expand(gradient.shape))
 
 
+def test_examples_draw_their_members_apart():
+    q = PointMixture(torch.tensor([[[0.0]], [[1.0]]]))
+    draws = q.image(torch.ones(20_000, 1)).rsample()
+    assert abs(draws.mean().item() - 0.5) < 4.9 * 0.5 / math.sqrt(20_000)  # false alarm 1e-6
+
+
+def test_it_has_no_density_and_a_weight_alone_is_refused():
+    q, zeros = make(), torch.zeros(MATRIX)
+    for ask in (lambda: q.log_prob(zeros), q.entropy, lambda: kl_divergence(q, Normal(zeros, 1.0))):
+        with pytest.raises(NotImplementedError):
+            ask()
+    message = (
+        r"`members` must have shape \(\*batch, K, \*event\) with an event of 2 dimensions, but"
+    )
+    with pytest.raises(
+        ValueError, match=rf"{message} got \(4, 3\)\. Write `weight\.unsqueeze\(0\)"
+    ):
+        PointMixture(zeros, event_dim=2)
+
+
 LINEAR_MAPS = {
     "dense": (DenseMap(), (5, 3), MATRIX, F.linear),
     "positions": (DenseMap(), (5, 2, 3), MATRIX, F.linear),
@@ -90,25 +110,3 @@ def test_one_member_serves_all_positions(linear_map, x_shape, event_shape, funct
         rest = rest.reshape(3, *image.batch_shape, -1, 4)
         spread = rest if bias is None else rest - rest[..., :1, :]
         assert (spread.abs().amax((-2, -1)) < 1e-12).any(0).all()
-
-
-def test_examples_draw_their_members_apart():
-    q = PointMixture(torch.tensor([[[0.0]], [[1.0]]]))
-    draws = q.image(torch.ones(20_000, 1)).rsample()
-    assert abs(draws.mean().item() - 0.5) < 4.9 * 0.5 / math.sqrt(20_000)  # false alarm 1e-6
-
-
-def test_it_has_no_density():
-    q, zeros = make(), torch.zeros(MATRIX)
-    for ask in (lambda: q.log_prob(zeros), q.entropy, lambda: kl_divergence(q, Normal(zeros, 1.0))):
-        with pytest.raises(NotImplementedError):
-            ask()
-
-
-def test_a_weight_alone_is_refused():
-    message = (
-        r"`members` must have shape \(\*batch, K, \*event\) with an event of 2 dimensions, but got "
-        r"\(4, 3\)\. Write `weight\.unsqueeze\(0\)`"
-    )
-    with pytest.raises(ValueError, match=message):
-        PointMixture(torch.zeros(MATRIX), event_dim=2)

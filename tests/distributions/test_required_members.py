@@ -6,8 +6,6 @@ from torch.distributions import constraints
 
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
-from pyro_structvi.testing import check_distribution
-from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 from tests.distributions.cases import make_mean_field
 
@@ -39,7 +37,6 @@ def test_missing_members_are_named_at_the_definition(base):
 
 
 def define(base, names):
-    """Define a subclass with stand-ins for some members."""
     members = {name: ARGUMENTS.get(name, member) for name in names}
     return type("Defined", (base,), members)
 
@@ -68,53 +65,6 @@ def test_members_of_a_base_between_count_and_an_abstract_class_may_lack_them():
 
     with pytest.raises(TypeError, match="`whiten`"):
         define(Abstract, [])
-
-
-class Shifted(GaussianWeight):
-    """Elements ``scale * (e_ij + e_i)`` with one further number ``e_i`` in each row."""
-
-    arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
-
-    def __init__(self, loc, scale):
-        super().__init__({"loc": loc, "scale": scale}, 2, None)
-
-    @property
-    def noise_shape(self):
-        return torch.Size([self.event_shape[0], self.event_shape[1] + 1])
-
-    def scale_noise(self, noise):
-        return self.scale * (noise[..., 1:] + noise[..., :1])
-
-    def mahalanobis(self, difference):
-        rows = difference / self.scale
-        distances = rows.square().sum(-1) - rows.sum(-1).square() / self.noise_shape[1]
-        return distances.sum(-1)
-
-    @property
-    def log_det_covariance(self):
-        size = self.event_shape.numel()
-        rows = self.event_shape[0] * torch.tensor(self.noise_shape[1]).to(self.loc).log()
-        return (2 * size * self.scale.log()).squeeze((-2, -1)) + rows
-
-    def image_around(self, mean, linear_map, x, bias_variance):
-        scale = self.scale.squeeze((-2, -1)).unsqueeze(-1)
-        ones = torch.ones(self.event_shape).to(x)
-        variance = (scale * linear_map(x, ones)).square()
-        variance = variance + scale.square() * linear_map(x.square(), ones)
-        return NormalOutputs(linear_map, mean, variance, bias_variance)
-
-
-def shifted_covariance(q):
-    rows = torch.eye(3) + torch.ones(3, 3)
-    return q.scale.square() * torch.kron(torch.eye(4), rows)
-
-
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
-def test_the_required_members_are_enough_for_the_contract(batch):
-    q = Shifted(torch.randn(*batch, 4, 3), torch.rand(*batch, 1, 1) + 0.5)
-    check_distribution(q, covariance=shifted_covariance)
-    assert q.ways_to_apply(DenseMap(), torch.randn(5, 3)) == ("outputs", "weight")
-    assert q.rows(torch.tensor([[0]])) is None
 
 
 def test_only_a_batch_of_weights_takes_positions_from_a_dense_map():

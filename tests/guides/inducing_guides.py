@@ -28,7 +28,6 @@ def make_guide(model=None, shape=SHAPE, **options):
 
 
 def randomize(guide, scale=0.1):
-    """Move every parameter."""
     with torch.no_grad():
         for parameter in guide.parameters():
             parameter.add_(scale * torch.randn_like(parameter))
@@ -36,7 +35,6 @@ def randomize(guide, scale=0.1):
 
 
 def draw(guide):
-    """Return a draw without gradients, with a fixed seed."""
     torch.manual_seed(0)
     with torch.no_grad():
         return guide.draw()

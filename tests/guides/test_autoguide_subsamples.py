@@ -47,32 +47,27 @@ def plate_of(y, index):
     return pyro.plate("data", SIZE, subsample=index)
 
 
-FOR_BATCHES = {
-    "mean field": ps.MeanFieldGuide,
-    "points": ps.MAPGuide,
-    "ensemble": GUIDES["ensemble"],
-}
-
-
 @pytest.mark.parametrize(
-    ("guide", "make_loss"),
-    [("mean field", Trace_ELBO), *((name, ps.StructuredELBO) for name in FOR_BATCHES)],
+    ("make", "make_loss"),
+    [
+        (ps.MeanFieldGuide, Trace_ELBO),
+        *((make, ps.StructuredELBO) for make in (ps.MeanFieldGuide, ps.MAPGuide)),
+        (GUIDES["ensemble"], ps.StructuredELBO),
+    ],
 )
-def test_a_batch_trains_its_rows(guide, make_loss):
+def test_a_batch_trains_its_rows(make, make_loss):
     y, index = torch.randn(SIZE), torch.tensor([7, 2, 5])
-    guide = FOR_BATCHES[guide](in_batches, create_plates=plate_of)
+    guide = make(in_batches, create_plates=plate_of)
     guide.initialize(y, index)
     before = {name: value.clone() for name, value in guide.named_parameters()}
     train(in_batches, guide, make_loss(), (y, index), steps=5)
-    rows = guide.median()["shift"].shape
-    assert rows == (SIZE,)
-    assert guide.median()["rate"].shape == (SIZE, 3)
+    shapes = {name: value.shape for name, value in guide.median().items()}
+    assert shapes == {"scale": (), "shift": (SIZE,), "rate": (SIZE, 3)}
     for name, value in guide.named_parameters():
-        if ".scale." in name:
-            continue
-        dim = -1 if ".shift." in name else -2
-        changed = (value != before[name]).movedim(dim, 0).reshape(SIZE, -1).any(1)
-        assert changed.nonzero().flatten().tolist() == [2, 5, 7]
+        if ".scale." not in name:
+            dim = -1 if ".shift." in name else -2
+            changed = (value != before[name]).movedim(dim, 0).reshape(SIZE, -1).any(1)
+            assert changed.nonzero().flatten().tolist() == [2, 5, 7]
 
 
 def test_the_terms_and_predictions_of_a_batch_are_those_of_its_rows():
@@ -146,59 +141,41 @@ def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
 # ---- starts and supports -------------------------------------------------------------------------
 
 
-STARTS = {
-    "mean": init_to_mean,
-    "median": init_to_median,
-    "feasible": init_to_feasible,
-    "uniform": init_to_uniform(radius=1.0),
-    "sample": init_to_sample,
-    "value": init_to_value(values={"z": torch.full((3,), 0.2)}),
-    "generated": init_to_generated(generate=lambda: init_to_median(num_samples=5)),
-}
-SUPPORTS = {
-    "real": constraints.real_vector,
-    "positive": constraints.positive,
-    "ordered": constraints.ordered_vector,
-}
-VECTORS = {name: dist.ImproperUniform(support, (), (3,)) for name, support in SUPPORTS.items()} | {
-    "beta": dist.Beta(2.0, 3.0).expand([3]).to_event(1)
-}
-
-
-@pytest.mark.parametrize(
-    ("prior", "start"),
-    [*(("beta", start) for start in STARTS), *((prior, "uniform") for prior in SUPPORTS)],
+REAL, POSITIVE, ORDERED = (
+    dist.ImproperUniform(support, (), (3,))
+    for support in (constraints.real_vector, constraints.positive, constraints.ordered_vector)
 )
-def test_every_start_of_pyro_serves(prior, start):
-    prior, start = VECTORS[prior], STARTS[start]
-
-    def model():
-        return pyro.sample("z", prior)
-
-    guide = ps.MeanFieldGuide(model, init_loc_fn=start)
-    train(model, guide, Trace_ELBO(), ())
-    median = guide.median()["z"]
-    assert median.shape == (3,)
-    assert bool(prior.support.check(median).all())
+BETA, UNIFORM = dist.Beta(2.0, 3.0).expand([3]).to_event(1), init_to_uniform(radius=1.0)
+STARTS = (
+    *(init_to_mean, init_to_median, init_to_feasible, UNIFORM, init_to_sample),
+    init_to_value(values={"z": torch.full((3,), 0.2)}),
+    init_to_generated(generate=lambda: init_to_median(num_samples=5)),
+)
 
 
-@pytest.mark.parametrize(
-    ("prior", "size"),
-    [
+def test_every_start_of_pyro_serves():
+    pairs = [(BETA, start) for start in STARTS]
+    for prior, start in (*pairs, (REAL, UNIFORM), (POSITIVE, UNIFORM), (ORDERED, UNIFORM)):
+        model = lambda prior=prior: pyro.sample("z", prior)  # noqa: E731
+        guide = ps.MeanFieldGuide(model, init_loc_fn=start)
+        train(model, guide, Trace_ELBO(), ())
+        median = guide.median()["z"]
+        assert median.shape == (3,)
+        assert bool(prior.support.check(median).all())
+
+
+def test_supports_of_fewer_dimensions():
+    for prior, size in (
         (dist.Dirichlet(torch.ones(4)), 3),
         (dist.LKJCholesky(3), 3),
         (dist.ImproperUniform(constraints.corr_cholesky, (), (4, 4)), 6),
-    ],
-)
-def test_supports_of_fewer_dimensions(prior, size):
-    def model():
-        return pyro.sample("z", prior)
-
-    guide = ps.MeanFieldGuide(model)
-    train(model, guide, ps.StructuredELBO(), ())
-    assert guide["z"].loc.shape == (size,)
-    assert prior.support.check(guide.draw()["z"])
-    assert guide.quantiles([0.4, 0.6])["z"].shape == (2, *prior.shape())
+    ):
+        model = lambda prior=prior: pyro.sample("z", prior)  # noqa: E731
+        guide = ps.MeanFieldGuide(model)
+        train(model, guide, ps.StructuredELBO(), ())
+        assert guide["z"].loc.shape == (size,)
+        assert prior.support.check(guide.draw()["z"])
+        assert guide.quantiles([0.4, 0.6])["z"].shape == (2, *prior.shape())
 
 
 class OnTheSphere(Family):
@@ -256,7 +233,6 @@ def test_a_batch_in_no_plate_gets_what_takes_batches_or_an_error_that_says_what_
     expected = torch.distributions.kl_divergence(Normal(0.0, 0.01), Normal(0.0, 1.0))
     means = guide["z"].loc.square().sum() / 2
     torch.testing.assert_close(terms.kl["z"], 6 * expected + means)
-    with pytest.raises(
-        ValueError, match=r"KTied.*'z' is a batch of shape \(2, 3\) in no plate.*2\)`"
-    ):
+    message = r"KTied.*'z' is a batch of shape \(2, 3\) in no plate.*2\)`"
+    with pytest.raises(ValueError, match=message):
         ps.KTiedGuide(model).initialize()

@@ -304,20 +304,17 @@ def test_running_statistics_are_those_of_the_data_alone():
     torch.testing.assert_close(model.net[1].running_mean, before, rtol=0, atol=0)
 
 
-def test_it_is_saved_loaded_and_copied():
+def test_it_is_copied_and_saved_without_its_model():
     x, model = torch.randn(6, 2), make_model(2, 3, 1)
     guide = ps.GlobalInducingGuide(model, x)
     scramble(guide)
-    other = ps.GlobalInducingGuide(model, torch.zeros(6, 2))
-    other.load_state_dict(guide.state_dict())
-    for each in (other, copy.deepcopy(guide)):
+    draws = []
+    for each in (guide, copy.deepcopy(guide)):
         torch.manual_seed(5)
-        drawn = each.draw()
-        torch.manual_seed(5)
-        torch.testing.assert_close(drawn, guide.draw(), rtol=0, atol=0)
-    lone = pickle.loads(pickle.dumps(guide))
+        draws.append(each.draw())
+    torch.testing.assert_close(*draws, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="unpickled without its model"):
-        lone.draw()
+        pickle.loads(pickle.dumps(guide)).draw()
     with pytest.raises(RuntimeError, match="size mismatch"):
         ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
 

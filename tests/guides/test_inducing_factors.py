@@ -79,33 +79,23 @@ def take_a_step(guide):
     optimizer.step()
 
 
-def assign_data(guide):
-    for parameter in guide.parameters():
-        parameter.data = parameter.data + 0.1
+def each_parameter(change):
+    def apply(guide):
+        with torch.no_grad():
+            for parameter in guide.parameters():
+                change(parameter)
 
-
-def write_data(guide):
-    for parameter in guide.parameters():
-        parameter.data.mul_(1.1)
-
-
-def write_without_gradients(guide):
-    """Change one entry only."""
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.view(-1)[-1] += 0.1
-
-
-def load_a_state_dict(guide):
-    guide.load_state_dict({name: value + 0.1 for name, value in guide.state_dict().items()})
+    return apply
 
 
 CHANGES = {
     "step": take_a_step,
-    "assignment of data": assign_data,
-    "data written to": write_data,
-    "written without gradients": write_without_gradients,
-    "state dict": load_a_state_dict,
+    "assignment of data": each_parameter(lambda p: setattr(p, "data", p.data + 0.1)),
+    "data written to": each_parameter(lambda p: p.data.mul_(1.1)),
+    "one entry written without gradients": each_parameter(lambda p: p.view(-1)[-1].add_(0.1)),
+    "state dict": lambda guide: guide.load_state_dict({
+        name: value + 0.1 for name, value in guide.state_dict().items()
+    }),
 }
 
 
@@ -152,7 +142,6 @@ def test_a_law_without_gradients_stays_what_it_was():
 
 
 def function_model(x, y=None, prior=None):
-    """Two layers drawn in a function."""
     prior = dist.Normal(0.0, 1.0) if prior is None else prior
     first = pyro.sample("first", prior.expand([4, 3]).to_event(2))
     second = pyro.sample("second", prior.expand([1, 4]).to_event(2))
@@ -226,13 +215,11 @@ def test_a_prior_without_a_standard_deviation_asks_for_one():
     ("options", "message"),
     [
         ({"inducing_posterior": "dense"}, r'must be "diagonal", .* \'dense\''),
-        ({"inducing_posterior": 3}, r"`inducing_posterior` must be .* a Family, but got 3"),
         ({"ensemble_size": 3}, r'is for inducing_posterior="ensemble", .* \'diagonal\''),
         (
             {"max_inducing_scale": 0.1, "inducing_posterior": "full"},
             r'is for inducing_posterior="diagonal", but got \'full\'',
         ),
-        ({"max_conditional_scale": 0}, "must be a positive number, but got 0"),
         ({"shape": (64, 1.5)}, r"must be \(M_out, M_in\), .* but got \(64, 1.5\)"),
         (
             {"shared": True, "inducing_posterior": "ensemble"},

@@ -30,17 +30,6 @@ def test_prior_scales_are_no_parameters(kind):
     assert len(inner) == (1 if "shared" in kind else 2)
 
 
-def test_shared_inducing_weights_are_stacked_as_rows():
-    model = ps.Classifier(
-        ps.bayesianize(nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 1)), prior=1.0), num_data=8
-    )
-    guide = make_guide(model, (3, 2), **KINDS["full, shared"])
-    layers = sum(3 * out + 2 * (size + 1) + 5 + 1 for out, size in ((7, 8), (1, 7)))
-    stacked = 6 * 2
-    expected = layers + stacked + stacked * (stacked + 1) // 2
-    assert sum(parameter.numel() for parameter in guide.parameters()) == expected
-
-
 def biased_model(out=6, inputs=5, **priors):
     net = nn.Linear(inputs, out)
     priors = {"weight": 0.7, "bias": 1.5} | priors

@@ -66,15 +66,6 @@ def test_a_weight_takes_its_bias_along():
     assert "net.0.weight and net.0.bias: LowRank" in repr(guide)
 
 
-def test_both_start_at_the_nets_values_and_are_drawn_apart():
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 3))
-    guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
-    median, draw = guide.median(), guide.draw()
-    for name, parameter in net.named_parameters():
-        assert torch.equal(median[f"net.{name}"], parameter)
-        assert draw[f"net.{name}"].shape == parameter.shape
-
-
 @dataclass(frozen=True)
 class Narrow(KTied):
     """k-tied weights of at most four columns."""

@@ -116,7 +116,6 @@ def test_weights_by_the_bound():
 
 
 def test_stacking_finds_the_optimal_weights():
-    """Two members, for which a fine grid of weights has the optimum."""
     model, guide = mixture(ps.MAPGuide, size=2)
     with torch.no_grad():
         guide.members[1]["net.2.weight"].loc.mul_(-5.0)

@@ -66,7 +66,6 @@ def expected(variant, m, n):
 
 
 def count(*modules):
-    """Count every parameter once, though a model and its guide may share some."""
     return sum(parameter.numel() for parameter in nn.ModuleList(modules).parameters())
 
 

@@ -114,26 +114,7 @@ def test_predictions_use_every_member_once():
     close(again.functions, prediction.functions.repeat(2, 1, 1))
 
 
-def test_members_start_at_the_net_and_at_its_elements_in_random_order():
-    net = nn.Linear(60, 60)
-    nn.init.constant_(net.bias, 0.5)
-    guide = ps.EnsembleGuide(ps.Classifier(ps.bayesianize(net), 9), size=20)
-    each = [member.median() for member in guide.members]
-    weights, biases = (
-        torch.stack([member[f"net.{name}"] for member in each]) for name in ("weight", "bias")
-    )
-    assert torch.equal(weights[0], net.weight)
-    torch.testing.assert_close(biases, net.bias.expand(20, -1), rtol=0.05, atol=0)
-    own = net.weight.detach()
-    elements = own.flatten().sort().values.expand(20, -1)
-    torch.testing.assert_close(weights.flatten(1).sort(-1).values, elements, rtol=0, atol=5e-3)
-    products = (weights[1:] * own).flatten(1).mean(-1, keepdim=True)
-    assert_mean(products, own.mean().square().reshape(1))
-    assert len({tuple(each.flatten().tolist()) for each in weights}) == 20
-
-
 def test_an_ensemble_stands_beside_other_families():
-    """A pass then has one member, the same at all its sites."""
     model, data = make_regressor(), regression_data()
     families = {"*.weight": Members(3), "*": MeanField()}
     guide = ps.StructuredGuide(model, families, init_scale=1e-6)
@@ -148,6 +129,22 @@ def test_an_ensemble_stands_beside_other_families():
         chosen.append(pair)
     assert all(first == second for first, second in chosen)
     assert {first for first, _ in chosen} == {0, 1, 2}
+
+
+def test_members_start_at_the_net_and_at_its_elements_in_random_order():
+    net = nn.Linear(60, 60)
+    nn.init.constant_(net.bias, 0.5)
+    guide = ps.EnsembleGuide(ps.Classifier(ps.bayesianize(net), 9), size=20)
+    each = [member.median() for member in guide.members]
+    weights, biases = (torch.stack([m[f"net.{name}"] for m in each]) for name in ("weight", "bias"))
+    own = net.weight.detach()
+    assert torch.equal(weights[0], own)
+    torch.testing.assert_close(biases, net.bias.expand(20, -1), rtol=0.05, atol=0)
+    elements = own.flatten().sort().values.expand(20, -1)
+    torch.testing.assert_close(weights.flatten(1).sort(-1).values, elements, rtol=0, atol=5e-3)
+    products = (weights[1:] * own).flatten(1).mean(-1, keepdim=True)
+    assert_mean(products, own.mean().square().reshape(1))
+    assert len({tuple(each.flatten().tolist()) for each in weights}) == 20
 
 
 def test_sites_in_plates_have_members_too():

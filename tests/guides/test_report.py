@@ -15,7 +15,6 @@ from pyro_structvi.families import (
     MeanField,
     PointEstimate,
 )
-from pyro_structvi.guides import OtherRowsWarning
 from pyro_structvi.sites.report import _HEAD
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor, regression_data
@@ -26,8 +25,6 @@ def reported(guide, *args):
 
 
 class Net(nn.Module):
-    """One layer for each way of drawing."""
-
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(5, 4)
@@ -114,23 +111,6 @@ def test_points_and_joined_biases_and_weights_that_are_drawn_together():
     assert kinds == {("InducingWeights", None, "outputs")}
 
 
-def test_rows_that_are_not_examples_are_told_under_exact():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
-
-    model = ps.Classifier(ps.bayesianize(Flat(), 1.0), num_data=6)
-    guide = ps.MeanFieldGuide(model, local_reparam="exact")
-    found = reported(guide, torch.randn(6, 4, 3), torch.zeros(6, dtype=torch.long))
-    assert found["net.layer.weight"].why == "rows that are not examples"
-    with pytest.warns(OtherRowsWarning):
-        ps.MeanFieldGuide(model).report(torch.randn(6, 4, 3), torch.zeros(6, dtype=torch.long))
-
-
 def test_every_structure_is_reported():
     """Each of its numbers once, with the scale at which it starts."""
     model, data = make_regressor(), regression_data()
@@ -154,6 +134,11 @@ def test_frozen_parameters_are_not_copied_to_be_put_back(monkeypatch):
     net[0].requires_grad_(False)
     model = ps.Classifier(ps.bayesianize(net, 0.5, False), num_data=6)
     x, y = torch.randn(6, 7), torch.randint(3, (6,))
-    ps.fit(model, ps.MeanFieldGuide(model), (x, y), num_steps=2, progress=False)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    cloned.clear()
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(x, y)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    ps.fit(model, guide, (x, y), num_steps=2, progress=False)
     assert (7,) in cloned  # running statistics
     assert (7, 7) not in cloned

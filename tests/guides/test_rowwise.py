@@ -17,7 +17,6 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 import pyro_structvi as ps
 from pyro_structvi.families import FullCovariance, LowRank, Rowwise
 from pyro_structvi.maps import DenseMap
-from pyro_structvi.sites.parameterization import cholesky_factor
 from tests.guides.matrix_guides import minimize
 
 OUT, IN, NUM_DATA = 3, 4, 30
@@ -64,15 +63,6 @@ def test_it_finds_the_exact_posterior(make_guide, noise):
     expected = torch.block_diag(*covariances)
     torch.testing.assert_close(q.covariance_matrix, expected, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(elbo(), evidence, rtol=1e-9, atol=0)
-
-
-def test_each_row_has_the_factor_of_its_parameters():
-    log_diagonal, lower = torch.randn(2, 3, 4), torch.randn(2, 3, 6)
-    factors = cholesky_factor(log_diagonal, lower)
-    assert factors.shape == (2, 3, 4, 4)
-    for index in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
-        own = tuple(index)
-        assert torch.equal(factors[own], cholesky_factor(log_diagonal[own], lower[own]))
 
 
 MEMORY = {

@@ -190,8 +190,6 @@ def test_a_loaded_tensor_can_be_assigned():
 
 @dataclass(frozen=True)
 class Mine(MeanField):
-    """A family with options of every type."""
-
     table: Tensor | None = None
     names: tuple = ()
     function: object = None

@@ -42,8 +42,6 @@ def test_the_first_matching_pattern_wins():
             *({"net.0.bias": KTied(2), "*": MeanField()}, {}),
             r"KTied\(rank=2\) needs a real weight of at least two",
         ),
-        ({"*": ps.KTiedGuide}, {}, r"`families\['\*'\]` must be a Family, but got the class"),
-        ({"*": MeanField()}, {"local_reparam": "sometimes"}, "`local_reparam` must be True, Fal"),
         (
             *({"*": MeanField()}, {"init_loc_fn": lambda site: torch.zeros(2)}),
             r"shape \(5, 3\) for the site 'net.0.weight', but got \(2,\)",

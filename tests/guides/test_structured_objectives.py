@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
-from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.weights.lazy import LazyWeight
@@ -62,8 +61,8 @@ def test_two_guides_of_one_class_both_train(module_local):
             guide = ps.KTiedGuide(model)
             before = copy.deepcopy(dict(guide.named_parameters()))
             svi = make_svi(model, guide)
-            svi.step(*regression_data())
-            svi.step(*regression_data())
+            for _ in range(2):
+                svi.step(*regression_data())
             assert all(not torch.equal(before[k], v) for k, v in guide.named_parameters())
 
 
@@ -115,15 +114,6 @@ def test_one_use_more_than_was_counted_is_an_error():
         svi.step(torch.ones(2, 3), 2)
     guide.initialize(torch.ones(2, 3), 2)
     svi.step(torch.ones(2, 3), 2)
-
-
-def test_counting_leaves_running_statistics_alone():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    bayes_net = ps.bayesianize(net, normalization=False)
-    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.1)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    ps.MeanFieldGuide(model).initialize(*regression_data())
-    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
 def test_data_of_another_dtype_is_an_error_that_names_the_site():

@@ -35,16 +35,12 @@ def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class Scripted(nn.Linear):
-    """Applies its weight in TorchScript."""
-
     def forward(self, x):
         function = vars(self).setdefault("function", torch.jit.script(scripted))
         return function(x, self.weight) + self.bias
 
 
 class Jagged(nn.Linear):
-    """Takes its inputs as a nested tensor."""
-
     def forward(self, x):
         rows = torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged)
         return super().forward(rows).values()

@@ -164,9 +164,6 @@ def test_tables_that_cannot_give_rows_are_drawn():
         assert_drawn(lazy(**options))
     for option in ("scale_grad_by_freq", "sparse"):
         assert_drawn(lazy(), **{option: True})
-
-
-def test_max_norm_renormalizes_the_drawn_table():
     weight = lazy(MeanFieldNormal(torch.ones(MATRIX), torch.tensor(0.1)))
     rows = assert_drawn(weight, INDEX[:, :1], max_norm=0.5)
     torch.testing.assert_close(rows.norm(dim=-1), torch.full((2, 1), 0.5), rtol=1e-5, atol=0)
@@ -177,8 +174,6 @@ SERVED_GUIDES = ("mean field", "k-tied", "rowwise", "low rank")
 
 
 class Bag(nn.Module):
-    """Logits by the mean over tokens of what they are embedded as."""
-
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 2)
@@ -197,7 +192,6 @@ def make_bags():
 
 
 def test_a_training_step_draws_the_table_only_without_a_rule(monkeypatch):
-    """And its gradient reaches every parameter."""
     model, data = make_bags()
     drawn, draw = [], LazyWeight.draw
     monkeypatch.setattr(LazyWeight, "draw", lambda w: (drawn.append(w.use.name), draw(w))[1])

@@ -1,10 +1,13 @@
-"""Rows that are not examples, and nets differentiated inside a model: the weight must be one weight."""
+"""Rows that are not examples, examples that meet, nets that are differentiated: one weight for all."""
+
+import random
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from pyro.nn import PyroModule
 from torch import nn
 
 import pyro_structvi as ps
@@ -13,8 +16,6 @@ from tests.models import make_regressor, regression_data
 
 
 class Applies(nn.Module):
-    """A layer that a function applies to inputs."""
-
     def __init__(self, layer, apply):
         super().__init__()
         self.layer, self.apply_layer = layer, apply
@@ -62,6 +63,9 @@ def test_rows_that_are_not_examples_are_said_once_or_have_a_drawn_weight(case):
         guide = ps.MeanFieldGuide(model, init_scale=0.3, local_reparam=local_reparam)
         data = x.double() if x.is_floating_point() else x, torch.zeros(size, 1)
         guide.initialize(*data)
+        if local_reparam == "exact" and case == "time steps":
+            (found,) = (p for p in guide.report(*data).parameters if p.name == "net.layer.weight")
+            assert found.why == "rows that are not examples"
         torch.manual_seed(1)
         return ps.StructuredELBO().terms(model, guide, *data).log_likelihood["obs"]
 
@@ -110,3 +114,53 @@ def test_a_net_differentiated_forwards_is_used_twice():
     guide = ps.MeanFieldGuide(model)
     guide.initialize(torch.zeros(5, 3), torch.zeros(5, 1))
     assert guide.uses["weight"].count == 2
+
+
+class Contrastive(PyroModule):
+    """Each image finds its text among those of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = ps.bayesianize(nn.Linear(3, 2), prior=1.0)
+        self.text = ps.bayesianize(nn.Linear(4, 2), prior=1.0)
+
+    def forward(self, image, text):
+        logits = self.image(image) @ self.text(text).T
+        with pyro.plate("data", len(image)):
+            pyro.sample("obs", dist.Categorical(logits=logits), obs=torch.arange(len(image)))
+
+
+def make(local_reparam, init_scale=0.7):
+    torch.manual_seed(3)
+    data = torch.randn(6, 3), torch.randn(6, 4)
+    model = Contrastive()
+    guide = ps.MeanFieldGuide(model, init_scale=init_scale, local_reparam=local_reparam)
+    return model, guide, data
+
+
+@pytest.mark.parametrize("local_reparam", [True, "exact"])
+def test_the_weights_are_drawn_and_the_report_says_so(local_reparam):
+    model, guide, data = make(local_reparam)
+    found = {each.name: each for each in guide.report(*data).parameters}
+    for name in ("image.weight", "text.weight"):
+        assert (found[name].drawn, found[name].why) == ("weight", "examples that interact")
+    torch.manual_seed(0)
+    own = ps.StructuredELBO().terms(model, guide, *data).elbo
+    model, guide, data = make(False)
+    guide.initialize(*data)
+    torch.manual_seed(0)
+    assert own == ps.StructuredELBO().terms(model, guide, *data).elbo
+
+
+def test_runs_that_are_compared_have_the_same_random_numbers_of_python():
+    class Dropping(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if random.random() < 0.5 else -x)
+
+    model = ps.Regressor(ps.bayesianize(Dropping(3, 1), prior=1.0), 12, 0.3)
+    for seed in range(8):
+        random.seed(seed)
+        guide = ps.MeanFieldGuide(model)
+        guide.initialize(torch.randn(12, 3), torch.randn(12, 1))
+        assert guide.uses["net.weight"].allows_outputs
+    assert random.random() == random.Random(7).random()

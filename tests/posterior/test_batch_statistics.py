@@ -64,31 +64,24 @@ def draws_of(guide, model):
     ]
 
 
-@pytest.mark.parametrize("max_memory", [1 / 32, 1e-9], ids=["one pass", "one by one"])
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_each_member_has_statistics_of_its_own(max_memory, batch_size):
-    model, guide, x, reference = make(ensemble)
-    found = ps.predict(
-        *(model, guide, x),
-        num_samples=SIZE,
-        batch_statistics=reference,
-        batch_size=batch_size,
-        max_memory=max_memory,
-    )
-    expected = [by_hand(x, reference, own) for own in draws_of(guide, model)]
-    torch.testing.assert_close(found.functions, torch.stack(expected), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(("max_memory", "passes"), [(1 / 32, 2), (1e-9, SIZE)])
-def test_they_are_measured_once_for_all_mini_batches(max_memory, passes):
+def test_each_member_has_statistics_of_its_own_measured_once_for_all_mini_batches(
+    max_memory, passes
+):
     """The first draw runs alone, other draws in one pass or one by one."""
     model, guide, x, reference = make(ensemble)
+    expected = torch.stack([by_hand(x, reference, own) for own in draws_of(guide, model)])
     sizes = []
     model.net.conv.register_forward_pre_hook(lambda layer, args: sizes.append(len(args[0])))
-    options = {"batch_size": 2, "max_memory": max_memory, "batch_statistics": reference}
-    ps.predict(model, guide, x, num_samples=SIZE, **options)
-    assert sizes.count(len(reference)) == passes
-    assert len(sizes) == passes * (1 + 3)  # of five examples
+    for batch_size, count in ((None, 1), (2, 3)):  # of five examples
+        sizes.clear()
+        options = {"batch_size": batch_size, "max_memory": max_memory}
+        found = ps.predict(
+            *(model, guide, x), num_samples=SIZE, batch_statistics=reference, **options
+        )
+        torch.testing.assert_close(found.functions, expected, rtol=1e-10, atol=1e-12)
+        assert sizes.count(len(reference)) == passes
+        assert len(sizes) == passes * (1 + count)
 
 
 def test_inputs_that_are_their_own_reference_are_normalized_as_in_training():
@@ -125,6 +118,11 @@ def test_running_statistics_stay_also_after_an_error():
     after = dict(model.net.named_buffers())
     assert all(torch.equal(value, before[name]) for name, value in after.items())
     assert not model.net.norm._forward_pre_hooks
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=False), num_data=4)
+    guide, x = ps.MAPGuide(model), torch.randn(4, 2)
+    with pytest.raises(ValueError, match="with batch normalization that has running statistics"):
+        ps.predict(model, guide, x, num_samples=1, batch_statistics=x)
 
 
 def test_members_that_share_running_statistics_are_warned_of():
@@ -137,11 +135,3 @@ def test_members_that_share_running_statistics_are_warned_of():
         ps.predict(model, guide, x, num_samples=2, batch_statistics=reference)
     model, guide, x, _ = make(ps.MeanFieldGuide)
     ps.predict(model, guide, x, num_samples=2)
-
-
-def test_a_model_without_such_layers_refuses_them():
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False))
-    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=False), num_data=4)
-    guide, x = ps.MAPGuide(model), torch.randn(4, 2)
-    with pytest.raises(ValueError, match="with batch normalization that has running statistics"):
-        ps.predict(model, guide, x, num_samples=1, batch_statistics=x)

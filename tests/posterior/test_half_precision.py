@@ -24,7 +24,6 @@ def net_of(outputs, dtype):
 
 
 def in_half(kind, make):
-    """Return a model in half precision, a guide, inputs, and the context to predict in."""
     if kind == "autocast":
         model, context = make(torch.float32), torch.autocast("cpu", HALF)
         x = torch.randn(20, 3)

@@ -141,17 +141,16 @@ def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
     ("count", "stride", "batch_size"),
     [(80, 1, None), pytest.param(250, 3, 5, marks=pytest.mark.slow)],
 )
-def test_intervals_of_a_streamed_prediction_are_those_of_evenly_spaced_draws(
-    count, stride, batch_size
-):
+def test_a_streamed_prediction_has_intervals_of_evenly_spaced_draws(count, stride, batch_size):
     model, (x, _) = make_regressor(), regression_data()
     draws = draws_of(ps.MeanFieldGuide(model, init_scale=0.3), count)
     options = {"batch_size": batch_size, "max_memory": 1e-6}
     streamed = ps.predict(model, draws, x, stream=True, **options)
     some = {name: value[::stride] for name, value in draws.items()}
     assert streamed.functions is None
-    expected = ps.predict(model, some, x).quantile(torch.tensor([0.1, 0.9]))
-    torch.testing.assert_close(streamed.quantile(torch.tensor([0.1, 0.9])), expected)
+    levels = torch.tensor([0.1, 0.9])
+    expected = ps.predict(model, some, x).quantile(levels)
+    torch.testing.assert_close(streamed.quantile(levels), expected)
     torch.testing.assert_close(streamed.mean, ps.predict(model, draws, x).mean)
 
 

@@ -255,7 +255,13 @@ def test_a_guide_that_cannot_be_vectorized_draws_one_by_one(monkeypatch):
     assert len(functions.flatten().unique()) == functions.numel() == 30
 
 
-def test_a_draw_that_gives_no_number_is_an_error_wherever_it_comes():
+def uniform_function(x, y=None):
+    width = pyro.sample("width", dist.Normal(torch.ones(()), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Uniform(torch.zeros(len(x)), width), obs=y)
+
+
+def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
     model, (x, y) = make_regressor(), regression_data()
     draws = draws_of(ps.MeanFieldGuide(model), 6)
     draws["net.0.bias"][4, 1] = torch.nan
@@ -263,15 +269,6 @@ def test_a_draw_that_gives_no_number_is_an_error_wherever_it_comes():
         ps.predict(model, draws, x, y=y)
     with pyro.validation_enabled(False):  # as before: who switches it off gets what there is
         assert ps.predict(model, draws, x).mean.isnan().any()
-
-
-def uniform_function(x, y=None):
-    width = pyro.sample("width", dist.Normal(torch.ones(()), 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Uniform(torch.zeros(len(x)), width), obs=y)
-
-
-def test_what_a_distribution_does_not_take_is_an_error_wherever_it_comes():
     x, y = torch.zeros(3), torch.full((3,), 0.5)
     assert ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, 3.0])}, x, y=y)
     with pytest.raises(ValueError, match="within the support"):
@@ -294,7 +291,7 @@ def test_a_model_that_uses_or_returns_what_it_observes_draws_it(factor):
 
 
 class Marked(torch.Tensor):
-    """As a sharded tensor: of a subclass."""
+    pass
 
 
 @pytest.mark.parametrize("where", ["draws", "inputs", "parameters", "guide"])

@@ -11,7 +11,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Trace_ELBO
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torchvision.models import resnet50
@@ -259,28 +258,12 @@ def test_outputs_and_gradients_are_those_of_a_weight_with_zeros():
         assert gradient.isfinite().all()
 
 
-def test_nothing_pruned_is_mean_field(model):
-    torch.manual_seed(1)
-    plain = ps.StructuredGuide(model, {"*": MeanField()})
-    torch.manual_seed(1)
-    pruned = ps.StructuredGuide(model, {"*": PrunedMeanField()})
-    data = regression_data()
-    for objective in (ps.StructuredELBO(), Trace_ELBO()):
-        losses = []
-        for guide in (plain, pruned):
-            torch.manual_seed(2)
-            losses.append(objective.loss(model, guide, *data))
-        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 
 def test_what_is_refused(kind, model):
-    for amount in (1.0, float("nan"), "half"):
-        message = rf"`amount` must be a number of at least 0 and below 1, but got {amount!r}\."
-        with pytest.raises(ValueError, match=message):
-            PRUNE[kind](make_guide(kind, model), amount)
+    with pytest.raises(ValueError, match="`amount` must be a number of at least 0 and below 1"):
+        PRUNE[kind](make_guide(kind, model), 1.0)
     guide = ps.StructuredGuide(model, {"*.weight": KTied(1), "*.bias": PrunedMeanField()})
     if kind == "mean field":
         guide = make_guide("inducing weights", model)

@@ -26,7 +26,6 @@ MAKE = {
 
 
 def fault(base, **members):
-    """Return a subclass with other members."""
     return type("Faulty", (base,), members)
 
 
@@ -84,7 +83,7 @@ def in_default_dtype(q):
 
 
 class ReversedKL(MatrixNormal):
-    """The divergence from the prior to the weight."""
+    pass
 
 
 @register_kl(ReversedKL, Independent)
@@ -181,7 +180,6 @@ class Hidden(MeanField):
 
 
 def family(base=MeanField, **members):
-    """Return a family with other members."""
     return dataclass(frozen=True, eq="__eq__" not in members)(type("Faulty", (base,), members))
 
 
@@ -242,8 +240,6 @@ class Overconfident(MeanField):
 
 
 class Narrow(MeanFieldNormal):
-    """Outputs are drawn without noise."""
-
     def image_around(self, mean, linear_map, x, bias_variance):
         return NormalOutputs(linear_map, mean, 0 * mean, bias_variance)
 

@@ -179,17 +179,16 @@ def test_the_density_of_a_mixture_is_the_mean_of_densities():
 
 
 def test_inducing_weights_that_do_not_fit_are_refused():
-    joint = make_joint((2,), MATRIX, FLOAT64)
-    for shape in ((3, 2), (2, 2, 3), (2,)):
-        own = rf"\({', '.join(map(str, shape))},?\)"
-        message = rf"must have shape \(\*batch, M_out, M_in\) = \(2, 3, 2\), but got {own}"
-        with pytest.raises(ValueError, match=f"`inducing_loc` {message}"):
-            InducingNormal(joint, torch.zeros(shape), 1.0, 1.0)
-        with pytest.raises(ValueError, match=f"`whitened` {message}"):
-            ConditionalNormal(joint, torch.zeros(shape), 1.0)
-        inducing = MeanFieldNormal(torch.zeros(shape), torch.tensor(1.0), min(len(shape), 2))
-        with pytest.raises(ValueError, match=f"`inducing` {message}"):
-            InducingNormal.from_inducing(joint, inducing, 1.0)
+    joint, wrong = make_joint((2,), MATRIX, FLOAT64), torch.zeros(2, 2, 3)
+    inducing = MeanFieldNormal(wrong, torch.tensor(1.0), 2)
+    message = r"must have shape \(\*batch, M_out, M_in\) = \(2, 3, 2\), but got \(2, 2, 3\)"
+    for name, make_wrong in (
+        ("inducing_loc", lambda: InducingNormal(joint, wrong, 1.0, 1.0)),
+        ("whitened", lambda: ConditionalNormal(joint, wrong, 1.0)),
+        ("inducing", lambda: InducingNormal.from_inducing(joint, inducing, 1.0)),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` {message}"):
+            make_wrong()
 
 
 def test_inducing_weights_that_are_drawn_elsewhere_leave_no_law():
