@@ -196,3 +196,13 @@ def test_a_net_that_cannot_be_vectorized_says_so_and_trains_without():
         ps.fit(model, ps.EnsembleGuide(model, 2), data, num_steps=1, progress=False)
     guide = ps.EnsembleGuide(model, 2, vectorize=False)
     ps.fit(model, guide, data, num_steps=2, progress=False)
+
+
+@pytest.mark.parametrize("make_guide", [ps.EnsembleGuide, ps.MCDropoutGuide, ps.MAPGuide])
+def test_a_noise_scale_is_a_point_too(make_guide):
+    net = ps.bayesianize(nn.Linear(3, 1))
+    guide = make_guide(ps.Regressor(net, num_data=12, noise_scale=dist.HalfNormal(1.0)))
+    guide.initialize(*regression_data())
+    values = {guide.draw()["noise_scale"].item() for _ in range(40)}
+    assert len(values) == (5 if make_guide is ps.EnsembleGuide else 1)
+    assert min(values) > 0
