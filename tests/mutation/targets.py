@@ -34,7 +34,7 @@ TESTS = {
     "mixture": ("guides/test_mixtures", "guides/test_points"),
     "point_estimate": ("guides/test_points", "distributions/test_site_distributions"),
     "pruned": ("posterior/test_pruning",),
-    "site_distributions": ("distributions/test_site_distributions",),
+    "site_distributions": ("distributions/test_site_distributions", "guides/test_as_autoguide"),
     "subnetwork": ("guides/test_subnetwork*",),
     "torch_distributions": ("distributions/test_site_distributions", "guides/test_starts"),
 }
