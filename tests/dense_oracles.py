@@ -151,12 +151,6 @@ def image_covariance(x, covariance, out):
     return operator @ covariance @ operator.mT
 
 
-def expected_quadratic(mean, covariance, linear, quadratic):
-    """Return ``E[a'w + w'Aw / 2]`` of a normal ``w``: ``a'm + m'Am / 2 + tr(A Sigma) / 2``."""
-    trace = (quadratic * covariance).sum((-2, -1))
-    return mean @ linear + ((mean @ quadratic) * mean).sum(-1) / 2 + trace / 2
-
-
 # ---- convolutions --------------------------------------------------------------------------------
 
 

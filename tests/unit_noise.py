@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyro_structvi.testing.noise import UnitDraws, draw_with_noise, unit_draws
 
-__all__ = ["UnitDraws", "assert_close", "assert_draws", "draw_with_noise", "unit_draws"]
+__all__ = ["UnitDraws", "assert_close", "assert_draws", "close", "draw_with_noise", "unit_draws"]
 
 
 def assert_draws(draw: Callable[[], Tensor], mean: Tensor, covariance: Tensor) -> UnitDraws:
@@ -31,3 +31,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == torch.float64
     atol = 1e-10 * max(1.0, expected.detach().abs().max().item())
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=atol, check_stride=False)
+
+
+def close(actual: Tensor, expected: Tensor, **tolerance: float) -> None:
+    """Compare elements to 1e-9 of each, or 1e-10."""
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} | tolerance
+    torch.testing.assert_close(actual, expected, check_stride=False, **tolerance)

@@ -68,7 +68,6 @@ make_rowwise = random_weight(RowwiseNormal)
 
 
 def make_joint(batch_shape, event_shape, dtype, bias_scale=False, inducing_shape=INDUCING):
-    """Return a joint prior of weight and inducing weights."""
     sizes = event_shape[0], torch.Size(event_shape[1:]).numel()
     factors = (
         torch.randn(*batch_shape, *shape, dtype=dtype) / size**0.5
@@ -80,7 +79,6 @@ def make_joint(batch_shape, event_shape, dtype, bias_scale=False, inducing_shape
 
 
 def make_conditional(batch_shape, event_shape, dtype):
-    """Return a weight given random inducing weights."""
     joint = make_joint(batch_shape, event_shape, dtype, bias_scale=True)
     whitened = torch.randn(*batch_shape, *INDUCING, dtype=dtype)
     return ConditionalNormal(joint, whitened, positive(*batch_shape, dtype=dtype))
@@ -107,7 +105,6 @@ def prior_scale(joint):
 
 
 def joint_covariance(joint):
-    """Return the covariance of ``vec(W)`` followed by ``vec(U)``."""
     factors = joint.row_factor, joint.column_factor, joint.row_diagonal, joint.column_diagonal
     return dense.augmented_covariance(*factors, prior_scale(joint))
 

@@ -10,12 +10,10 @@ FLOAT64, FLOAT32 = torch.float64, torch.float32
 
 
 def named_arguments(q):
-    """Return the tensors of a distribution, by name."""
     return {name: value for name, (value, _, _) in tensors_of(fresh(q)).items()}
 
 
 def rebuilt(q, named):
-    """Return a copy of a distribution with other tensors."""
     new = fresh(q)
     tensors = tensors_of(new)
     return copy.deepcopy(new, {id(tensors[name][0]): value for name, value in named.items()})
@@ -27,6 +25,5 @@ def with_arguments(q, change):
 
 
 def arguments(q):
-    """Return the leaves of a copy."""
     tensors = [value for value, _, _ in tensors_of(q).values()]
     return [value for value in tensors if value.is_leaf and value.requires_grad]

@@ -44,9 +44,10 @@ def test_constraints_and_names_are_those_of_the_annotations():
     assert declared().argument_names == ("loc", "factors", "rows", "columns")
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (2, 7)])
-@pytest.mark.parametrize("loc", [(4, 6), (4, 3, 2), (4, 2, 1, 3)])
-def test_batch_and_event_are_told_apart_by_the_letters(loc, batch):
+@pytest.mark.parametrize(
+    ("batch", "loc"), [((), (4, 6)), ((2,), (4, 3, 2)), ((2, 7), (4, 2, 1, 3))]
+)
+def test_batch_and_event_are_told_apart_by_the_letters(batch, loc):
     q = declared(loc, batch=batch)
     assert (q.batch_shape, q.event_shape) == (batch, loc)
     expanded = q.expand((9, *batch))

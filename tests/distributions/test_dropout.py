@@ -12,14 +12,11 @@ from pyro_structvi.distributions import BernoulliDropout, MeanFieldNormal
 from pyro_structvi.maps import ConvolutionMap, DenseMap
 from tests.lazy_weights import lazy
 from tests.statistics import assert_mean
+from tests.unit_noise import close
 
 RATE = 0.3
 SHAPES = [(4, 3), (4, 3, 2, 2)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def make(shape, rate=RATE):
@@ -43,27 +40,22 @@ def moments(values, probabilities):
 
 
 @shapes
-def test_moments_are_those_of_all_weights(shape):
+def test_moments_densities_and_kl_are_those_of_all_weights(shape):
     q = make(shape)
-    mean, covariance = moments(*every_weight(q))
+    weights, probabilities = every_weight(q)
+    mean, covariance = moments(weights, probabilities)
     close(q.mean.flatten(), mean)
     close(q.covariance_matrix, covariance)
     close(q.variance.flatten(), covariance.diagonal())
-
-
-@shapes
-def test_log_prob_and_entropy_are_those_of_the_masks(shape):
-    q = make(shape)
-    weights, probabilities = every_weight(q)
     close(q.log_prob(weights), probabilities.log())
     close(q.entropy(), -(probabilities * probabilities.log()).sum())
     assert q.log_prob(q.loc) == -math.inf
-
-
-def test_without_dropout_it_is_a_point():
-    q = make((4, 3), rate=0.0)
-    assert torch.equal(q.rsample(), q.loc)
-    assert q.log_prob(q.loc) == q.entropy() == 0
+    for kind in (Normal, Laplace):
+        prior = kind(torch.randn(shape), torch.rand(shape) + 0.5)
+        expected = -(probabilities * prior.log_prob(weights).flatten(1).sum(-1)).sum()
+        close(kl_divergence(q, prior), expected - q.entropy())
+    with pytest.raises(NotImplementedError):
+        kl_divergence(q, StudentT(3.0, torch.zeros(shape), 1.0))
 
 
 @shapes
@@ -76,53 +68,29 @@ def test_draws_have_the_probabilities_of_all_weights(shape):
     assert_mean(drawn.double(), probabilities)
 
 
-@shapes
-def test_the_kl_is_the_cross_entropy_less_the_entropy(shape):
-    q = make(shape)
+MAPS = {
+    "dense": ((4, 3), DenseMap(), (2, 3)),
+    "padding": ((4, 3, 2, 2), ConvolutionMap(F.conv2d, (3, 2, 2), padding=1), (2, 3, 3, 3)),
+    "groups": ((4, 3, 2, 2), ConvolutionMap(F.conv2d, (3, 2, 2), stride=2, groups=2), (2, 6, 3, 3)),
+}
+
+
+@pytest.mark.parametrize(("shape", "linear_map", "x_shape"), MAPS.values(), ids=MAPS)
+def test_outputs_have_the_moments_of_all_outputs(shape, linear_map, x_shape):
+    q, x = make(shape), torch.randn(x_shape)
     weights, probabilities = every_weight(q)
-    for kind in (Normal, Laplace):
-        prior = kind(torch.randn(shape), torch.rand(shape) + 0.5)
-        expected = -(probabilities * prior.log_prob(weights).flatten(1).sum(-1)).sum()
-        close(kl_divergence(q, prior), expected - q.entropy())
-    with pytest.raises(NotImplementedError):
-        kl_divergence(q, StudentT(3.0, torch.zeros(shape), 1.0))
-
-
-# ---- the image -----------------------------------------------------------------------------------
-
-
-def test_the_image_has_the_moments_of_all_outputs():
-    q, x = make((4, 3)), torch.randn(5, 3)
-    weights, probabilities = every_weight(q)
-    image = q.image(x)
-    for index, example in enumerate(x):
-        mean, covariance = moments(weights @ example, probabilities)
-        close(image.mean[index], mean)
-        close(image.covariance_matrix[index], covariance)
-        close(image.variance[index], covariance.diagonal())
-
-
-GEOMETRIES = [{"padding": 1}, {"stride": 2, "groups": 2}]
-
-
-@pytest.mark.parametrize("random_bias", [False, True])
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_it_is_exact_over_the_positions_of_a_convolution(geometry, random_bias):
-    q, groups = make((4, 3, 2, 2)), geometry.get("groups", 1)
-    x = torch.randn(2, 3 * groups, 3, 3)
-    bias = MeanFieldNormal(torch.randn(4), torch.rand(4) + 0.1)
-    linear_map = ConvolutionMap(F.conv2d, (3, 2, 2), **geometry)
-    image = q.image_under(linear_map, x, bias if random_bias else bias.mean)
-    weights, probabilities = every_weight(q)
-    outputs = torch.stack([F.conv2d(x, weight, bias.mean, **geometry) for weight in weights])
-    positions = outputs[0, 0, 0].numel()
-    noise = torch.kron(torch.diag(bias.variance), torch.ones(positions, positions))
-    for index in range(2):
-        mean, covariance = moments(outputs[:, index], probabilities)
-        covariance = covariance + random_bias * noise
-        close(image.mean[index].flatten(), mean)
-        close(image.covariance_matrix[index], covariance)
-        close(image.variance[index].flatten(), covariance.diagonal())
+    for bias in (torch.randn(4), MeanFieldNormal(torch.randn(4), torch.rand(4) + 0.1)):
+        is_random = isinstance(bias, MeanFieldNormal)
+        known, variance = (bias.mean, bias.variance) if is_random else (bias, torch.zeros(4))
+        outputs = torch.stack([linear_map(x, q.as_matrix(weight), known) for weight in weights])
+        positions = outputs[0, 0, 0].numel()
+        noise = torch.kron(torch.diag(variance), torch.ones(positions, positions))
+        image = q.image_under(linear_map, x, bias)
+        for index in range(2):
+            mean, covariance = moments(outputs[:, index], probabilities)
+            close(image.mean[index].flatten(), mean)
+            close(image.covariance_matrix[index], covariance + noise)
+            close(image.variance[index].flatten(), (covariance + noise).diagonal())
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -151,12 +119,17 @@ def test_a_random_bias_adds_its_noise(convolution):
     assert_mean((draws[..., 0] - 1).square(), bias.variance)
 
 
-def test_positions_of_a_sequence_share_a_mask():
+def test_positions_share_a_mask_and_examples_have_their_own():
     q, x = BernoulliDropout(torch.eye(3), RATE), torch.ones(10, 4, 3)
     draws = q.image_under(DenseMap(), x).rsample()
     assert torch.equal(draws, draws[:, :1].expand(draws.shape))
     assert len(draws[:, 0].unique(dim=0)) > 1
     assert q.image_under(DenseMap(), x).rsample((5, 2)).shape == (5, 2, 10, 4, 3)
+    for local_reparam in ("exact", "flipout"):
+        weight = lazy(BernoulliDropout(torch.eye(3), 0.5), local_reparam=local_reparam)
+        outputs = F.linear(torch.ones(50, 2, 3), weight)
+        assert not weight.is_drawn
+        assert len(outputs.unique(dim=0)) > 2
 
 
 def test_channels_of_zeros_do_not_show_whether_they_were_dropped():
@@ -167,36 +140,16 @@ def test_channels_of_zeros_do_not_show_whether_they_were_dropped():
     close((probabilities * q.log_prob(weights)).sum(), -q.entropy())
     point = BernoulliDropout(torch.zeros(2, 3), 0.0)
     assert point.log_prob(point.rsample()) == 0
+    q = make((4, 3), rate=0.0)
+    assert torch.equal(q.rsample(), q.loc)
+    assert q.log_prob(q.loc) == q.entropy() == 0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q = BernoulliDropout(torch.randn(5, 7, dtype=dtype), RATE)
+        assert torch.isfinite(q.log_prob(q.rsample((20,)))).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_draws_in_low_precision_have_a_probability(dtype):
-    q = BernoulliDropout(torch.randn(5, 7, dtype=dtype), RATE)
-    assert torch.isfinite(q.log_prob(q.rsample((20,)))).all()
-
-
-@pytest.mark.parametrize("local_reparam", ["exact", "flipout"])
-def test_masks_are_exact_over_positions(local_reparam):
-    weight = lazy(BernoulliDropout(torch.eye(3), 0.5), local_reparam=local_reparam)
-    outputs = F.linear(torch.ones(50, 2, 3), weight)
-    assert not weight.is_drawn
-    assert len(outputs.unique(dim=0)) > 2
-
-
-# ---- errors --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.0, "half"])
-def test_a_rate_is_a_fraction(rate):
-    with pytest.raises(ValueError, match="`rate` must be a number of at least 0 and below 1"):
-        make((4, 3), rate)
-
-
-def test_a_vector_has_no_channels():
+def test_vectors_and_batches_are_refused():
     with pytest.raises(ValueError, match=r"`loc` must have shape \(out, in\) or .* but got \(3,\)"):
         make((3,))
-
-
-def test_there_is_no_batch():
     with pytest.raises(NotImplementedError, match="no batches"):
         make((4, 3)).expand((2,))

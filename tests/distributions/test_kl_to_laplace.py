@@ -74,20 +74,11 @@ CLOSED = [case for case in CASES if case.name in {"low rank 2", "inducing weight
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_structure_has_the_kl_of_quadrature(case):
-    assert_kl_is_that_of_quadrature(case, SHAPE)
-
-
-@pytest.mark.parametrize("form", [(), (4, 1)], ids=str)
-@pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
-def test_priors_that_repeat_their_arguments_too(case, form):
-    assert_kl_is_that_of_quadrature(case, form)
-
-
-def assert_kl_is_that_of_quadrature(case, form):
     q = case.make((), SHAPE, torch.float64)
-    prior = make_prior(Laplace, form)
-    divergence = kl_divergence(q, Independent(prior.expand(SHAPE), 2))
-    torch.testing.assert_close(divergence, expected_kl(case, q, (slice(None), prior)))
+    for form in (SHAPE, (), (4, 1)) if case in CLOSED else (SHAPE,):
+        prior = make_prior(Laplace, form)
+        divergence = kl_divergence(q, Independent(prior.expand(SHAPE), 2))
+        torch.testing.assert_close(divergence, expected_kl(case, q, (slice(None), prior)))
 
 
 def test_a_vector_and_a_batch():
@@ -101,14 +92,14 @@ def test_a_vector_and_a_batch():
     torch.testing.assert_close(kl_divergence(q, prior), torch.stack(exact) - entropy)
 
 
-@pytest.mark.parametrize("kinds", [(Laplace, Normal), (Normal, Laplace), (Laplace, Laplace)])
 @pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
-def test_a_weight_and_its_bias_may_have_priors_of_two_kinds(case, kinds):
+def test_a_weight_and_its_bias_may_have_priors_of_two_kinds(case):
     q = case.make((), (4, 4), torch.float64)
-    weight, bias = make_prior(kinds[0], SHAPE), make_prior(kinds[1], (4,))
-    joined = JoinedPrior(Independent(weight, 2), Independent(bias, 1))
-    parts = (slice(3), weight), (3, bias)
-    torch.testing.assert_close(kl_divergence(q, joined), expected_kl(case, q, *parts))
+    for kinds in ((Laplace, Normal), (Normal, Laplace), (Laplace, Laplace)):
+        weight, bias = make_prior(kinds[0], SHAPE), make_prior(kinds[1], (4,))
+        joined = JoinedPrior(Independent(weight, 2), Independent(bias, 1))
+        parts = (slice(3), weight), (3, bias)
+        torch.testing.assert_close(kl_divergence(q, joined), expected_kl(case, q, *parts))
 
 
 def test_a_joined_convolution_is_seen_as_a_matrix():
@@ -149,18 +140,13 @@ def test_dropout_joined_with_a_bias():
     torch.testing.assert_close(kl_divergence(q, prior), exact)
 
 
-@pytest.mark.parametrize("law", MIXTURES.values(), ids=MIXTURES)
-def test_a_mixture_of_normals_is_no_normal(law):
+def test_a_mixture_of_normals_is_no_normal():
     weight, bias = Laplace(torch.zeros(SHAPE), 1.0), Normal(torch.zeros(4), 1.0)
-    for q, prior in (
-        (make(law), weight),
-        (make(law, event_shape=(4, 4)), JoinedPrior(weight, bias)),
-    ):
+    for law in MIXTURES.values():
         with pytest.raises(NotImplementedError):
-            kl_divergence(q, prior)
-
-
-# ---- gradients -----------------------------------------------------------------------------------
+            kl_divergence(make(law), weight)
+        with pytest.raises(NotImplementedError):
+            kl_divergence(make(law, event_shape=(4, 4)), JoinedPrior(weight, bias))
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-3, -0.7, 30.0])
@@ -178,19 +164,15 @@ def test_gradients_are_those_of_finite_differences(difference):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_are_finite_for_a_spread_of_nothing(dtype):
     differences, scales = [0.0, 1e-16, 1e-6, -1.0, 1e6], [0.0, 1e-30, 1e-18, 1e-12, 1e-3, 1e6]
-    for scale, difference in itertools.product(scales, differences):
-        assert_finite_gradients(scale, difference, dtype)
-
-
-def assert_finite_gradients(scale, difference, dtype):
-    mean, spread = (
-        torch.tensor(value, dtype=dtype, requires_grad=True) for value in (difference, scale)
-    )
     prior = Laplace(torch.zeros((), dtype=dtype), torch.ones((), dtype=dtype))
-    nats = expected_neg_log_prob(mean, spread.square(), prior)
-    of_mean, of_spread = torch.autograd.grad(nats, [mean, spread])
-    assert torch.isfinite(of_spread)
-    erf = math.erf(difference / max(scale, 1e-100) / math.sqrt(2))
-    assert of_mean.item() == pytest.approx(erf, abs=1e-6)
-    if scale <= 1e-12:
-        assert nats.item() == pytest.approx(math.log(2) + abs(difference), rel=1e-6)
+    for scale, difference in itertools.product(scales, differences):
+        mean, spread = (
+            torch.tensor(value, dtype=dtype, requires_grad=True) for value in (difference, scale)
+        )
+        nats = expected_neg_log_prob(mean, spread.square(), prior)
+        of_mean, of_spread = torch.autograd.grad(nats, [mean, spread])
+        assert torch.isfinite(of_spread)
+        erf = math.erf(difference / max(scale, 1e-100) / math.sqrt(2))
+        assert of_mean.item() == pytest.approx(erf, abs=1e-6)
+        if scale <= 1e-12:
+            assert nats.item() == pytest.approx(math.log(2) + abs(difference), rel=1e-6)

@@ -6,8 +6,6 @@ from torch.distributions import constraints
 
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
-from pyro_structvi.testing import check_distribution
-from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 from tests.distributions.cases import make_mean_field
 
@@ -23,56 +21,45 @@ REQUIRED = {
     GaussianWeight: "arg_constraints scale_noise whiten log_det_covariance output_variance",
     IndependentWeight: "arg_constraints stddev output_variance",
 }
-MEMBERS = [(base, name) for base, names in REQUIRED.items() for name in names.split()]
+
+
+@pytest.mark.parametrize("base", REQUIRED)
+def test_missing_members_are_named_at_the_definition(base):
+    required = REQUIRED[base].split()
+    for missing in ([name] for name in required):
+        rest = [name for name in required if name not in missing]
+        with pytest.raises(TypeError, match=rf"^Defined must define `{missing[0]}`; see `"):
+            define(base, rest)
+    names = ", ".join(f"`{name}`" for name in required)
+    with pytest.raises(TypeError, match=f"^Defined must define {names}; see `{base.__name__}`"):
+        define(base, [])
+    define(base, required)
 
 
 def define(base, names):
-    """Define a subclass with stand-ins for some members."""
     members = {name: ARGUMENTS.get(name, member) for name in names}
     return type("Defined", (base,), members)
 
 
-@pytest.mark.parametrize(("base", "missing"), MEMBERS)
-def test_a_missing_member_is_named_at_the_definition(base, missing):
-    names = [name for name in REQUIRED[base].split() if name != missing]
-    with pytest.raises(
-        TypeError, match=rf"^Defined must define `{missing}`; see `{base.__name__}`"
-    ):
-        define(base, names)
-
-
-@pytest.mark.parametrize("base", REQUIRED)
-def test_all_missing_members_are_named_in_order(base):
-    names = ", ".join(f"`{name}`" for name in REQUIRED[base].split())
-    with pytest.raises(TypeError, match=f"^Defined must define {names}; see `{base.__name__}`"):
-        define(base, [])
-    define(base, REQUIRED[base].split())
-
-
-@pytest.mark.parametrize(
-    ("member_name", "users"),
-    [
+def test_a_class_that_overrides_all_users_of_a_member_does_not_need_it():
+    for member_name, users in (
         ("scale_noise", ["rsample", "covariance_matrix"]),
         ("whiten", ["mahalanobis"]),
         ("output_variance", ["image_around"]),
         ("output_variance", ["image_under"]),
-    ],
-)
-def test_a_class_that_overrides_all_users_of_a_member_does_not_need_it(member_name, users):
-    names = [name for name in REQUIRED[GaussianWeight].split() if name != member_name]
-    define(GaussianWeight, names + users)
-    for user in users:
-        rest = [name for name in users if name != user]
-        with pytest.raises(TypeError, match=f"`{member_name}`"):
-            define(GaussianWeight, names + rest)
+    ):
+        names = [name for name in REQUIRED[GaussianWeight].split() if name != member_name]
+        define(GaussianWeight, names + users)
+        for user in users:
+            rest = [name for name in users if name != user]
+            with pytest.raises(TypeError, match=f"`{member_name}`"):
+                define(GaussianWeight, names + rest)
 
 
-def test_members_of_a_base_between_count():
+def test_members_of_a_base_between_count_and_an_abstract_class_may_lack_them():
     base = define(GaussianWeight, REQUIRED[GaussianWeight].split())
     assert issubclass(define(base, []), GaussianWeight)
 
-
-def test_an_abstract_class_may_lack_members_and_its_subclasses_may_not():
     class Abstract(GaussianWeight, abstract=True):
         pass
 
@@ -80,69 +67,13 @@ def test_an_abstract_class_may_lack_members_and_its_subclasses_may_not():
         define(Abstract, [])
 
 
-# ---- what is provided ----------------------------------------------------------------------------
-
-
-class Shifted(GaussianWeight):
-    """Elements ``scale * (e_ij + e_i)`` with one further number ``e_i`` in each row."""
-
-    arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
-
-    def __init__(self, loc, scale):
-        super().__init__({"loc": loc, "scale": scale}, 2, None)
-
-    @property
-    def noise_shape(self):
-        return torch.Size([self.event_shape[0], self.event_shape[1] + 1])
-
-    def scale_noise(self, noise):
-        return self.scale * (noise[..., 1:] + noise[..., :1])
-
-    def mahalanobis(self, difference):
-        rows = difference / self.scale
-        distances = rows.square().sum(-1) - rows.sum(-1).square() / self.noise_shape[1]
-        return distances.sum(-1)
-
-    @property
-    def log_det_covariance(self):
-        size = self.event_shape.numel()
-        rows = self.event_shape[0] * torch.tensor(self.noise_shape[1]).to(self.loc).log()
-        return (2 * size * self.scale.log()).squeeze((-2, -1)) + rows
-
-    def image_around(self, mean, linear_map, x, bias_variance):
-        scale = self.scale.squeeze((-2, -1)).unsqueeze(-1)
-        ones = torch.ones(self.event_shape).to(x)
-        variance = (scale * linear_map(x, ones)).square()
-        variance = variance + scale.square() * linear_map(x.square(), ones)
-        return NormalOutputs(linear_map, mean, variance, bias_variance)
-
-
-def shifted_covariance(q):
-    rows = torch.eye(3) + torch.ones(3, 3)
-    return q.scale.square() * torch.kron(torch.eye(4), rows)
-
-
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
-def test_the_required_members_are_enough_for_the_contract(batch):
-    q = Shifted(torch.randn(*batch, 4, 3), torch.rand(*batch, 1, 1) + 0.5)
-    check_distribution(q, covariance=shifted_covariance)
-    assert q.ways_to_apply(DenseMap(), torch.randn(5, 3)) == ("outputs", "weight")
-    assert q.rows(torch.tensor([[0]])) is None
-
-
-# ---- public helpers ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("linear_map", [DenseMap(), DenseMap(positions=False)])
-def test_only_a_batch_of_weights_takes_positions_from_a_map(linear_map):
+def test_only_a_batch_of_weights_takes_positions_from_a_dense_map():
     alone, batch = (make_mean_field(shape, (4, 3), torch.float64) for shape in ((), (2,)))
-    assert alone.map_for_batch(linear_map) == linear_map
-    assert batch.map_for_batch(linear_map) == DenseMap(positions=False)
-    joined = BiasColumnMap(linear_map)
-    assert batch.map_for_batch(joined) == BiasColumnMap(DenseMap(positions=False))
-
-
-def test_a_convolution_keeps_its_positions():
+    without = DenseMap(positions=False)
+    for linear_map in (DenseMap(), without):
+        assert alone.map_for_batch(linear_map) == linear_map
+        assert batch.map_for_batch(linear_map) == without
+        assert batch.map_for_batch(BiasColumnMap(linear_map)) == BiasColumnMap(without)
     convolution = ConvolutionMap(torch.conv1d, (3, 2))
     assert make_mean_field((2,), (4, 3, 2), torch.float64).map_for_batch(convolution) == convolution
 

@@ -5,8 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import BernoulliDropout, ConditionalNormal, PointMixture
-from pyro_structvi.maps import ConvolutionMap, DenseMap
-from tests.distributions.cases import CASES, MATRIX, make_joint
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from tests.distributions.cases import (
+    CASES,
+    MATRIX,
+    make_inducing,
+    make_joint,
+    make_mean_field,
+)
 from tests.unit_noise import draw_with_noise
 
 BOTH, DRAWN = ("outputs", "weight"), ("weight",)
@@ -31,41 +37,16 @@ def expected_ways(case, kind):
     return DRAWN if is_refused else BOTH
 
 
-@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("kind", MAPS)
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "inducing" not in case.name], ids=lambda case: case.name
-)
-def test_outputs_come_first_wherever_they_can_be_drawn(case, kind, joined):
-    q, (linear_map, x) = case.make((), MATRIX, torch.float64), MAPS[kind]
-    linear_map, x = linear_map.join_bias(x) if joined else (linear_map, x)
-    assert q.ways_to_apply(linear_map, x) == expected_ways(case, kind)
-
-
-@pytest.mark.parametrize("kind", MAPS)
-@pytest.mark.parametrize(
-    "q", [BernoulliDropout(torch.ones(MATRIX), 0.5), PointMixture(torch.ones(2, *MATRIX))]
-)
-def test_known_weights_give_outputs_under_every_map(q, kind):
-    assert q.ways_to_apply(*MAPS[kind]) == BOTH
-
-
-# Multiplications of an example's outputs, with M = (3, 2) inducing weights: `thin` = 2 in + 6 + 3 out
-# in factors, that with 403 out for drawn outputs, and out x in for a drawn weight.
-SIZES = {
-    "small": ((4, 3), BOTH, BOTH[::-1]),
-    "factors pay": ((64, 64), ("outputs", "factors", "weight"), ("factors", "weight", "outputs")),
-    "wide": ((8, 1024), ("outputs", "factors", "weight"), ("outputs", "factors", "weight")),
-}
-
-
-@pytest.mark.parametrize(("shape", "alone", "over_positions"), SIZES.values(), ids=SIZES)
-def test_inducing_weights_count_multiplications(shape, alone, over_positions):
-    q = conditional(shape)
-    x = torch.zeros(1, 2, shape[1])
-    assert q.ways_to_apply(DenseMap(), x[0]) == alone
-    assert q.ways_to_apply(DenseMap(positions=False), x) == alone
-    assert q.ways_to_apply(DenseMap(), x) == over_positions
+def test_outputs_come_first_wherever_they_can_be_drawn(kind):
+    linear_map, x = MAPS[kind]
+    for case in CASES:
+        if "inducing" not in case.name:
+            q, expected = case.make((), MATRIX, torch.float64), expected_ways(case, kind)
+            assert q.ways_to_apply(linear_map, x) == expected, case.name
+            assert q.ways_to_apply(*linear_map.join_bias(x)) == expected, case.name
+    for q in (BernoulliDropout(torch.ones(MATRIX), 0.5), PointMixture(torch.ones(2, *MATRIX))):
+        assert q.ways_to_apply(linear_map, x) == BOTH
 
 
 def conditional(shape):
@@ -73,19 +54,47 @@ def conditional(shape):
     return ConditionalNormal(joint, torch.randn(3, 2), 0.5)
 
 
-def test_inducing_weights_of_groups_are_drawn_and_formed():
-    assert conditional((4, 12)).ways_to_apply(convolution(2), IMAGES) == DRAWN
-
-
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if "inducing" in case.name], ids=lambda case: case.name
+    ("shape", "alone", "over_positions"),
+    [
+        ((4, 3), BOTH, BOTH[::-1]),
+        ((64, 64), ("outputs", "factors", "weight"), ("factors", "weight", "outputs")),
+        ((8, 1024), ("outputs", "factors", "weight"), ("outputs", "factors", "weight")),
+    ],
 )
-def test_a_factored_draw_forms_the_weight_that_it_applies(case):
-    q, x, bias = case.make((), MATRIX, torch.float64), torch.randn(5, 3), torch.randn(4)
-    noise = torch.randn(draw_with_noise(q.rsample, None)[1])
-    weight = draw_with_noise(q.rsample, noise)[0]
-    for draw, expected in (
-        (lambda: q.draw_factored().weight(), weight),
-        (lambda: q.draw_factored().apply(DenseMap(), x, bias), F.linear(x, weight, bias)),
+def test_inducing_weights_count_multiplications(shape, alone, over_positions):
+    """For an example's outputs, with M = (3, 2) inducing weights.
+
+    In factors they are 2 in + 6 + 3 out, for drawn outputs with 403 out, for a drawn weight out x in.
+    """
+    q, x = conditional(shape), torch.zeros(1, 2, shape[1])
+    assert q.ways_to_apply(DenseMap(), x[0]) == alone
+    assert q.ways_to_apply(DenseMap(positions=False), x) == alone
+    assert q.ways_to_apply(DenseMap(), x) == over_positions
+
+
+@pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])
+def test_inducing_weights_of_groups_are_drawn_and_formed(join):
+    linear_map = join(convolution(2))
+    for q in (
+        conditional((4, 12)),
+        make_inducing(make_mean_field, False)((), (4, 12), torch.float64),
     ):
-        torch.testing.assert_close(draw_with_noise(draw, noise)[0], expected)
+        assert q.ways_to_apply(linear_map, IMAGES) == DRAWN
+
+
+def test_a_factored_draw_forms_the_weight_that_it_applies():
+    for case in CASES:
+        if "inducing" not in case.name:
+            continue
+        q, x, bias = case.make((), MATRIX, torch.float64), torch.randn(5, 3), torch.randn(4)
+        noise = torch.randn(draw_with_noise(q.rsample, None)[1])
+        weight = draw_with_noise(q.rsample, noise)[0]
+        for draw, expected in (
+            (lambda q=q: q.draw_factored().weight(), weight),
+            (
+                lambda q=q, x=x, bias=bias: q.draw_factored().apply(DenseMap(), x, bias),
+                F.linear(x, weight, bias),
+            ),
+        ):
+            torch.testing.assert_close(draw_with_noise(draw, noise)[0], expected)

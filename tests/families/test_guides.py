@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import PointMixture
+from pyro_structvi.guides import GlobalInducingGuide
 from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.testing import check_guide
 from tests.guide_cases import GUIDES, POINTS
@@ -37,3 +38,9 @@ def test_contract(name):
 @pytest.mark.parametrize("name", ["k-tied, joined", "dropout"])
 def test_contract_on_a_net(name):
     check(name, make_regressor(6), torch.randn(6, 3), torch.randn(6, 1))
+
+
+def test_contract_of_layers_given_the_ones_before():
+    x, y = torch.randn(6, 3), torch.randn(6, 1)
+    make = lambda model: GlobalInducingGuide(model, x[:4], init_scale=0.3)  # noqa: E731
+    check_guide(make, make_regressor(6), x, y)

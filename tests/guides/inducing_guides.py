@@ -27,13 +27,7 @@ def make_guide(model=None, shape=SHAPE, **options):
     return ps.InducingWeightGuide(make_regressor() if model is None else model, shape, **options)
 
 
-def close(actual, expected, **tolerance):
-    tolerance = {"rtol": 1e-9, "atol": 1e-10} | tolerance
-    torch.testing.assert_close(actual, expected, check_stride=False, **tolerance)
-
-
 def randomize(guide, scale=0.1):
-    """Move every parameter."""
     with torch.no_grad():
         for parameter in guide.parameters():
             parameter.add_(scale * torch.randn_like(parameter))
@@ -41,7 +35,6 @@ def randomize(guide, scale=0.1):
 
 
 def draw(guide):
-    """Return a draw without gradients, with a fixed seed."""
     torch.manual_seed(0)
     with torch.no_grad():
         return guide.draw()

@@ -4,7 +4,6 @@ import torch
 
 
 def minimize(guide, loss, max_iter=5000, tolerance_grad=1e-10, tolerance_change=1e-18):
-    """Minimize a deterministic loss of a guide's parameters by L-BFGS."""
     optimizer = torch.optim.LBFGS(
         guide.parameters(),
         line_search_fn="strong_wolfe",

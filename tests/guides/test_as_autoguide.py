@@ -39,23 +39,6 @@ def make_model():
 # ---- the interface -------------------------------------------------------------------------------
 
 
-@every_guide
-def test_a_guide_answers_as_pyros(make_guide):
-    model, data = make_model(), regression_data()
-    guide = make_guide(model, init_scale=0.3)
-    assert isinstance(guide, AutoGuide)
-    median, quantiles = guide.median(*data), guide.quantiles(PROBS, *data)
-    assert median.keys() == quantiles.keys() == set(guide.site_names)
-    assert guide.is_initialized
-    drawn = guide(*data)
-    assert [each.shape for each in guide.call(*data)] == [
-        drawn[name].shape for name in sorted(drawn)
-    ]
-    for name, values in quantiles.items():
-        assert values.shape == (3, *drawn[name].shape)
-        assert bool((values.diff(dim=0) >= 0).all())
-
-
 @pytest.mark.parametrize("make_guide", NORMAL.values(), ids=NORMAL)
 def test_quantiles_are_those_of_the_dense_normal(make_guide):
     guide = make_guide(make_model(), init_scale=0.3)
@@ -86,53 +69,38 @@ def test_quantiles_of_points_and_their_mixtures():
     draws = torch.stack([guide.draw()["net.0.weight"] for _ in range(400)])
     found = guide.quantiles([0.1, 0.9])["net.0.weight"]
     torch.testing.assert_close(found, draws.quantile(torch.tensor([0.1, 0.9]), 0))
-
-
-def test_quantiles_of_an_ensemble_of_inducing_weights_are_where_its_cdf_says():
-    guide = ps.InducingWeightGuide(make_model(), (2, 2), "ensemble", init_scale=0.3)
-    q = guide["net.0.weight"]()
-    found = guide.quantiles(PROBS)
+    guide = ps.InducingWeightGuide(model, (2, 2), "ensemble", init_scale=0.3)
+    q, found = guide["net.0.weight"](), guide.quantiles(PROBS)
     values = torch.cat([found["net.0.weight"], found["net.0.bias"].unsqueeze(-1)], -1)
     given = [q.condition(member) for member in q.inducing.members]
     cdf = sum(Normal(each.mean, each.variance.sqrt()).cdf(values) for each in given) / len(given)
     torch.testing.assert_close(cdf, torch.tensor(PROBS).reshape(-1, 1, 1).expand_as(cdf))
 
 
-@pytest.mark.parametrize(
-    ("support", "back"),
-    [
+def test_quantiles_rise_on_every_support():
+    for support, back in (
         (constraints.less_than(1.0), lambda values: (1 - values).log().flip(0)),
         (constraints.interval(-1.0, 3.0), lambda values: ((values + 1) / 4).logit()),
-    ],
-)
-def test_quantiles_rise_on_every_support(support, back):
-    def model():
-        pyro.sample("z", dist.ImproperUniform(support, (), (2,)))
-
-    guide = ps.MeanFieldGuide(model, init_scale=0.5)
-    guide.initialize()
-    expected = Normal(guide["z"].loc, 0.5).icdf(torch.tensor([[0.2], [0.8]]))
-    torch.testing.assert_close(back(guide.quantiles([0.2, 0.8])["z"]), expected)
+    ):
+        prior = dist.ImproperUniform(support, (), (2,))
+        guide = ps.MeanFieldGuide(lambda prior=prior: pyro.sample("z", prior), init_scale=0.5)
+        guide.initialize()
+        expected = Normal(guide["z"].loc, 0.5).icdf(torch.tensor([[0.2], [0.8]]))
+        torch.testing.assert_close(back(guide.quantiles([0.2, 0.8])["z"]), expected)
 
 
-@pytest.mark.parametrize("name", ["k-tied", "ensemble"])
-def test_quantiles_in_half_precision_are_in_single(name):
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2).bfloat16(), prior=1.0), 12, 0.3)
-    found = GUIDES[name](model).quantiles([0.1, 0.9])["net.weight"]
-    assert found.dtype == torch.float32
-    assert bool(torch.isfinite(found).all())
-
-
-@pytest.mark.parametrize("wrong", [[0.5, -0.1], [float("nan")]])
-def test_quantiles_are_of_probabilities(wrong):
-    with pytest.raises(ValueError, match="`quantiles` must be numbers from 0 to 1"):
-        ps.MeanFieldGuide(make_model()).quantiles(wrong)
-
-
-def test_quantiles_that_are_not_known_name_the_sites():
+def test_quantiles_are_of_probabilities_and_known_distributions():
+    for wrong in ([0.5, -0.1], [float("nan")]):
+        with pytest.raises(ValueError, match="`quantiles` must be numbers from 0 to 1"):
+            ps.MeanFieldGuide(make_model()).quantiles(wrong)
     guide = ps.InducingWeightGuide(make_model(), (2, 2), FullCovariance(), shared=True)
     with pytest.raises(NotImplementedError, match=r"'net.0.weight', 'net.2.weight'.*guide.draw()"):
         guide.quantiles([0.5])
+    half = ps.Regressor(ps.bayesianize(nn.Linear(3, 2).bfloat16(), prior=1.0), 12, 0.3)
+    for name in ("k-tied", "ensemble"):
+        found = GUIDES[name](half).quantiles([0.1, 0.9])["net.weight"]
+        assert found.dtype == torch.float32
+        assert bool(torch.isfinite(found).all())
 
 
 # ---- among Pyro's guides -------------------------------------------------------------------------
@@ -185,19 +153,22 @@ def test_parts_of_a_list_stand_in_one_plate():
 
 
 @every_guide
-def test_copies_and_predictions(make_guide):
+def test_a_guide_answers_as_pyros_and_has_copies(make_guide):
     model, data = make_model(), regression_data()
-    guide = make_guide(model)
+    guide = make_guide(model, init_scale=0.3)
+    assert isinstance(guide, AutoGuide)
+    median, quantiles = guide.median(*data), guide.quantiles(PROBS, *data)
+    assert median.keys() == quantiles.keys() == set(guide.site_names)
+    assert guide.is_initialized
+    drawn = guide(*data)
+    shapes = [drawn[name].shape for name in sorted(drawn)]
+    assert [each.shape for each in guide.call(*data)] == shapes
     train(model, guide, Trace_ELBO(), data)
-    median = guide.median()
     file = io.BytesIO()
     torch.save(guide, file)
     file.seek(0)
-    copies = [
-        copy.deepcopy(guide),
-        pickle.loads(pickle.dumps(guide)),
-        torch.load(file, weights_only=False),
-    ]
+    unpickled = pickle.loads(pickle.dumps(guide)), torch.load(file, weights_only=False)
+    copies, median = [copy.deepcopy(guide), *unpickled], guide.median()
     for each in copies:
         assert all(torch.equal(each.median()[name], value) for name, value in median.items())
     assert [each.model for each in copies] == [model, None, None]
@@ -217,15 +188,6 @@ def assert_compiled_is_eager(compiled, eager, model, guide, data):
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("posterior", ["diagonal", "ensemble"])
-def test_pyros_compiled_objective_has_the_eager_gradients(posterior):
-    net = nn.Linear(3, 2, dtype=torch.float64)
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 12, 0.3)
-    data = torch.randn(12, 3).double(), torch.randn(12, 2).double()
-    guide = ps.InducingWeightGuide(model, (2, 2), posterior, init_scale=0.3)
-    assert_compiled_is_eager(JitTrace_ELBO(), Trace_ELBO(), model, guide, data)
-
-
 def latents_in_a_plate(x, y):
     with pyro.plate("groups", 4):
         shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
@@ -235,31 +197,33 @@ def latents_in_a_plate(x, y):
 
 EXPANDING = {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 1}
 MODELS = {"net": make_model, "plate": lambda: latents_in_a_plate}
+ALONE = [("inducing weights", "net"), ("inducing ensemble", "net")]
+EXPANDED = [*((name, "net") for name in (*NORMAL, "points")), ("mean field", "plate")]
+TRACED = GUIDES | {
+    "inducing ensemble": lambda model, **options: ps.InducingWeightGuide(
+        model, (2, 2), "ensemble", **options
+    )
+}
 EXPANDED = [(name, "net") for name in (*NORMAL, "points")]
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [*EXPANDED, ("mean field", "plate"), ("points", "plate")]
+    ("name", "make", "options"),
+    [
+        *((*case, {}) for case in ALONE),
+        *((*case, EXPANDING) for case in (*EXPANDED, ("points", "plate"))),
+    ],
 )
-def test_so_has_one_that_expands_sites(name, make):
-    """By the plate of particles, or by one of the model: while it is traced sizes are tensors."""
-    model = MODELS[make]()
-    objectives = [each(**EXPANDING) for each in (JitTrace_ELBO, Trace_ELBO)]
-    guide = GUIDES[name](model, init_scale=0.3)
-    assert_compiled_is_eager(*objectives, model, guide, regression_data())
-
-
-@pytest.mark.parametrize("make", MODELS)
-def test_so_has_the_mean_field_one_the_loss(make):
-    """At draws that do not differ, since it takes noise in another order."""
+def test_pyros_compiled_objective_has_the_eager_gradients(name, make, options):
+    """Sites are expanded by the plate of particles, or by one of the model."""
     model, data = MODELS[make](), regression_data()
-    guide = ps.MeanFieldGuide(model, init_scale=1e-9)
-    both = [each(**EXPANDING) for each in (JitTraceMeanField_ELBO, TraceMeanField_ELBO)]
-    losses = [objective.loss_and_grads(model, guide, *data) for objective in both]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_an_ensemble_is_not_traced_with_one_member():
-    model = make_model()
-    with pytest.raises(NotImplementedError, match="draws a member in each call"):
-        train(model, GUIDES["ensemble"](model), JitTrace_ELBO(), regression_data())
+    objectives = [each(**options) for each in (JitTrace_ELBO, Trace_ELBO)]
+    guide = TRACED[name](model, init_scale=0.3)
+    assert_compiled_is_eager(*objectives, model, guide, data)
+    if name == "mean field":  # at draws that do not differ, since it takes noise in another order
+        guide = ps.MeanFieldGuide(model, init_scale=1e-9)
+        both = [each(**options) for each in (JitTraceMeanField_ELBO, TraceMeanField_ELBO)]
+        losses = [objective.loss_and_grads(model, guide, *data) for objective in both]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        with pytest.raises(NotImplementedError, match="draws a member in each call"):
+            train(model, GUIDES["ensemble"](model), JitTrace_ELBO(), data)

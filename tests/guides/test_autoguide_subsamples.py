@@ -21,7 +21,7 @@ from torch.distributions import Normal
 
 import pyro_structvi as ps
 from pyro_structvi.extend import Family
-from tests.guides.autoguide_models import GUIDES, PROBS, every_guide, train
+from tests.guides.autoguide_models import GUIDES, PROBS, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:No closed-form KL"),
@@ -47,37 +47,32 @@ def plate_of(y, index):
     return pyro.plate("data", SIZE, subsample=index)
 
 
-FOR_BATCHES = {
-    "mean field": ps.MeanFieldGuide,
-    "points": ps.MAPGuide,
-    "ensemble": GUIDES["ensemble"],
-}
-
-
 @pytest.mark.parametrize(
-    ("guide", "make_loss"),
-    [("mean field", Trace_ELBO), *((name, ps.StructuredELBO) for name in FOR_BATCHES)],
+    ("make", "make_loss"),
+    [
+        (ps.MeanFieldGuide, Trace_ELBO),
+        *((make, ps.StructuredELBO) for make in (ps.MeanFieldGuide, ps.MAPGuide)),
+        (GUIDES["ensemble"], ps.StructuredELBO),
+    ],
 )
-def test_a_batch_trains_its_rows(guide, make_loss):
+def test_a_batch_trains_its_rows(make, make_loss):
     y, index = torch.randn(SIZE), torch.tensor([7, 2, 5])
-    guide = FOR_BATCHES[guide](in_batches, create_plates=plate_of)
+    guide = make(in_batches, create_plates=plate_of)
     guide.initialize(y, index)
     before = {name: value.clone() for name, value in guide.named_parameters()}
     train(in_batches, guide, make_loss(), (y, index), steps=5)
-    rows = guide.median()["shift"].shape
-    assert rows == (SIZE,)
-    assert guide.median()["rate"].shape == (SIZE, 3)
+    shapes = {name: value.shape for name, value in guide.median().items()}
+    assert shapes == {"scale": (), "shift": (SIZE,), "rate": (SIZE, 3)}
     for name, value in guide.named_parameters():
-        if ".scale." in name:
-            continue
-        dim = -1 if ".shift." in name else -2
-        changed = (value != before[name]).movedim(dim, 0).reshape(SIZE, -1).any(1)
-        assert changed.nonzero().flatten().tolist() == [2, 5, 7]
+        if ".scale." not in name:
+            dim = -1 if ".shift." in name else -2
+            changed = (value != before[name]).movedim(dim, 0).reshape(SIZE, -1).any(1)
+            assert changed.nonzero().flatten().tolist() == [2, 5, 7]
 
 
-def test_the_terms_of_a_batch_are_those_of_its_rows():
+def test_the_terms_and_predictions_of_a_batch_are_those_of_its_rows():
     y, index = torch.randn(SIZE), torch.tensor([7, 2, 5])
-    guide = ps.MeanFieldGuide(in_batches, create_plates=plate_of)
+    guide = ps.MeanFieldGuide(in_batches, create_plates=plate_of, init_scale=1e-3)
     guide.initialize(y, index)
     guide["shift"].loc.data = torch.arange(SIZE).float()
     terms = ps.StructuredELBO().terms(in_batches, guide, y, index)
@@ -87,15 +82,11 @@ def test_the_terms_of_a_batch_are_those_of_its_rows():
     trace = poutine.trace(guide).get_trace(y, index)
     assert trace.nodes["shift"]["scale"] == SIZE / 3
     assert torch.equal(trace.nodes["shift"]["fn"].mean, index.float())
-
-
-def make_eager(model, guide):
-    return SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO())
-
-
-def make_compiled(model, guide):
-    optim = pyro.optim.Adam({"lr": 0.1})
-    return ps.CompiledSVI(model, guide, optim, ps.StructuredELBO(), backend=None)
+    drawn = Predictive(in_batches, guide=guide, num_samples=5)(torch.zeros(SIZE), index)["shift"]
+    assert (drawn - index).abs().max() < 0.1
+    guide = ps.MeanFieldGuide(in_batches, create_plates=lambda y, index: ["data"])
+    with pytest.raises(TypeError, match=r"`create_plates` must return a pyro.plate or several"):
+        guide(y, torch.arange(3))
 
 
 def test_medians_and_quantiles_of_local_latents_are_those_of_auto_normal():
@@ -117,16 +108,16 @@ def test_medians_and_quantiles_of_local_latents_are_those_of_auto_normal():
         torch.testing.assert_close(ours.quantiles(PROBS)[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("make_svi", [make_eager, make_compiled])
-def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(make_svi):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(is_compiled):
     def model(y):
         with pyro.plate("data", SIZE, subsample_size=3) as index:
             shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
             pyro.sample("obs", dist.Normal(shift, 0.5), obs=y[index])
 
-    y = torch.arange(SIZE) / 4.0
-    guide = ps.MeanFieldGuide(model)
-    svi = make_svi(model, guide)
+    y, guide = torch.arange(SIZE) / 4.0, ps.MeanFieldGuide(model)
+    make, options = (ps.CompiledSVI, {"backend": None}) if is_compiled else (SVI, {})
+    svi = make(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO(), **options)
     for _ in range(150):
         svi.step(y)
     assert (guide.median()["shift"] - y * 16 / 17).abs().max() < 0.5
@@ -147,83 +138,63 @@ def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
     assert (guide.median()["shift"] - data[0] * 16 / 17).abs().max() < 0.5
 
 
-def test_predictions_of_a_batch_have_its_rows():
-    index = torch.tensor([7, 2, 5])
-    guide = ps.MeanFieldGuide(in_batches, create_plates=plate_of, init_scale=1e-3)
-    guide.initialize(torch.zeros(SIZE), index)
-    guide["shift"].loc.data = torch.arange(SIZE).float()
-    drawn = Predictive(in_batches, guide=guide, num_samples=5)(torch.zeros(SIZE), index)["shift"]
-    assert (drawn - index).abs().max() < 0.1
-
-
-def test_create_plates_must_return_plates():
-    guide = ps.MeanFieldGuide(in_batches, create_plates=lambda y, index: ["data"])
-    with pytest.raises(TypeError, match=r"`create_plates` must return a pyro.plate or several"):
-        guide(torch.randn(SIZE), torch.arange(3))
-
-
 # ---- starts and supports -------------------------------------------------------------------------
 
 
-STARTS = {
-    "mean": init_to_mean,
-    "median": init_to_median,
-    "feasible": init_to_feasible,
-    "uniform": init_to_uniform(radius=1.0),
-    "sample": init_to_sample,
-    "value": init_to_value(values={"z": torch.full((3,), 0.2)}),
-    "generated": init_to_generated(generate=lambda: init_to_median(num_samples=5)),
-}
-SUPPORTS = {
-    "real": constraints.real_vector,
-    "positive": constraints.positive,
-    "ordered": constraints.ordered_vector,
-}
-VECTORS = {name: dist.ImproperUniform(support, (), (3,)) for name, support in SUPPORTS.items()} | {
-    "beta": dist.Beta(2.0, 3.0).expand([3]).to_event(1)
-}
-
-
-@pytest.mark.parametrize(
-    ("prior", "start"),
-    [*(("beta", start) for start in STARTS), *((prior, "uniform") for prior in SUPPORTS)],
+REAL, POSITIVE, ORDERED = (
+    dist.ImproperUniform(support, (), (3,))
+    for support in (constraints.real_vector, constraints.positive, constraints.ordered_vector)
 )
-def test_every_start_of_pyro_serves(prior, start):
-    prior, start = VECTORS[prior], STARTS[start]
-
-    def model():
-        return pyro.sample("z", prior)
-
-    guide = ps.MeanFieldGuide(model, init_loc_fn=start)
-    train(model, guide, Trace_ELBO(), ())
-    median = guide.median()["z"]
-    assert median.shape == (3,)
-    assert bool(prior.support.check(median).all())
+BETA, UNIFORM = dist.Beta(2.0, 3.0).expand([3]).to_event(1), init_to_uniform(radius=1.0)
+STARTS = (
+    *(init_to_mean, init_to_median, init_to_feasible, UNIFORM, init_to_sample),
+    init_to_value(values={"z": torch.full((3,), 0.2)}),
+    init_to_generated(generate=lambda: init_to_median(num_samples=5)),
+)
 
 
-@pytest.mark.parametrize(
-    ("prior", "size"),
-    [
+def test_every_start_of_pyro_serves():
+    pairs = [(BETA, start) for start in STARTS]
+    for prior, start in (*pairs, (REAL, UNIFORM), (POSITIVE, UNIFORM), (ORDERED, UNIFORM)):
+        model = lambda prior=prior: pyro.sample("z", prior)  # noqa: E731
+        guide = ps.MeanFieldGuide(model, init_loc_fn=start)
+        train(model, guide, Trace_ELBO(), ())
+        median = guide.median()["z"]
+        assert median.shape == (3,)
+        assert bool(prior.support.check(median).all())
+
+
+def test_supports_of_fewer_dimensions():
+    for prior, size in (
         (dist.Dirichlet(torch.ones(4)), 3),
         (dist.LKJCholesky(3), 3),
         (dist.ImproperUniform(constraints.corr_cholesky, (), (4, 4)), 6),
-    ],
+    ):
+        model = lambda prior=prior: pyro.sample("z", prior)  # noqa: E731
+        guide = ps.MeanFieldGuide(model)
+        train(model, guide, ps.StructuredELBO(), ())
+        assert guide["z"].loc.shape == (size,)
+        assert prior.support.check(guide.draw()["z"])
+        assert guide.quantiles([0.4, 0.6])["z"].shape == (2, *prior.shape())
+
+
+class OnTheSphere(Family):
+    needs = "a direction"
+
+    def fits(self, site):
+        return site.support is constraints.sphere
+
+    def init(self, site, loc, scale):
+        return {"loc": loc.clone()}
+
+    def distribution(self, site, loc):
+        return dist.VonMises3D(loc).mask(False)
+
+
+@pytest.mark.parametrize(
+    ("support", "shape"), [(constraints.sphere, (3,)), (constraints.positive_definite, (3, 3))]
 )
-def test_supports_of_fewer_dimensions(prior, size):
-    def model():
-        return pyro.sample("z", prior)
-
-    guide = ps.MeanFieldGuide(model)
-    train(model, guide, ps.StructuredELBO(), ())
-    assert guide["z"].loc.shape == (size,)
-    assert prior.support.check(guide.draw()["z"])
-    assert guide.quantiles([0.4, 0.6])["z"].shape == (2, *prior.shape())
-
-
-@pytest.mark.parametrize("support", [constraints.sphere, constraints.positive_definite])
-def test_a_support_without_a_bijection_is_an_error_that_names_the_site(support):
-    shape = (3,) if support is constraints.sphere else (3, 3)
-
+def test_a_support_without_a_bijection_needs_a_family_of_ones_own(support, shape):
     def model():
         pyro.sample("direction", dist.ImproperUniform(support, (), shape))
 
@@ -231,24 +202,10 @@ def test_a_support_without_a_bijection_is_an_error_that_names_the_site(support):
         with pytest.raises(ValueError, match=r"'direction' lies on .*ProjectedNormalReparam"):
             make_guide(model).initialize()
 
-
-def test_a_family_of_ones_own_may_serve_a_support_without_a_bijection():
-    class OnTheSphere(Family):
-        needs = "a direction"
-
-        def fits(self, site):
-            return site.support is constraints.sphere
-
-        def init(self, site, loc, scale):
-            return {"loc": loc.clone()}
-
-        def distribution(self, site, loc):
-            return dist.VonMises3D(loc).mask(False)
-
-    def model():
+    def projected():
         pyro.sample("direction", dist.ProjectedNormal(torch.ones(3)))
 
-    guide = ps.StructuredGuide(model, {"direction": OnTheSphere()})
+    guide = ps.StructuredGuide(projected, {"direction": OnTheSphere()})
     guide.initialize()
     assert guide["direction"].loc.shape == (3,)
 
@@ -256,15 +213,15 @@ def test_a_family_of_ones_own_may_serve_a_support_without_a_bijection():
 # ---- batches without plates ----------------------------------------------------------------------
 
 
-@every_guide
-def test_a_site_of_one_element_needs_no_event(make_guide):
+def test_a_site_of_one_element_needs_no_event():
     def model():
         return pyro.sample("z", dist.Normal(torch.zeros(1), 1.0))
 
-    guide = make_guide(model)
-    for loss in (Trace_ELBO(), ps.StructuredELBO()):
-        train(model, guide, loss, ())
-    assert guide.median()["z"].shape == (1,)
+    for make_guide in GUIDES.values():
+        guide = make_guide(model)
+        for loss in (Trace_ELBO(), ps.StructuredELBO()):
+            train(model, guide, loss, ())
+        assert guide.median()["z"].shape == (1,)
 
 
 def test_a_batch_in_no_plate_gets_what_takes_batches_or_an_error_that_says_what_to_write():
@@ -276,7 +233,6 @@ def test_a_batch_in_no_plate_gets_what_takes_batches_or_an_error_that_says_what_
     expected = torch.distributions.kl_divergence(Normal(0.0, 0.01), Normal(0.0, 1.0))
     means = guide["z"].loc.square().sum() / 2
     torch.testing.assert_close(terms.kl["z"], 6 * expected + means)
-    with pytest.raises(
-        ValueError, match=r"KTied.*'z' is a batch of shape \(2, 3\) in no plate.*2\)`"
-    ):
+    message = r"KTied.*'z' is a batch of shape \(2, 3\) in no plate.*2\)`"
+    with pytest.raises(ValueError, match=message):
         ps.KTiedGuide(model).initialize()

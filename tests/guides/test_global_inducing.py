@@ -6,8 +6,12 @@ the last layer has the exact posterior given all other layers, and the ELBO is t
 """
 
 import copy
+import itertools
 import math
+import pickle
+from functools import partial
 
+import pyro
 import pyro.poutine as poutine
 import pytest
 import torch
@@ -17,44 +21,72 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
-from pyro_structvi.families import MatrixNormalFamily, MeanField, PointEstimate
+from pyro_structvi.families import (
+    InducingWeights,
+    MatrixNormalFamily,
+    MeanField,
+    Members,
+    PointEstimate,
+)
 from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs
-from tests.guides.layered import NOISE, dense_regression, make_model, make_net, scramble
+from tests.guides.inducing_guides import randomize
+from tests.infer.compiled_steps import assert_same
+from tests.models import local_latent_function
+
+NOISE = 0.3
+scramble = partial(randomize, scale=0.3)
+
+
+def make_net(*sizes):
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))[:-1]
+
+
+def make_model(*sizes, num_data=20):
+    return ps.Regressor(
+        ps.bayesianize(make_net(*sizes), prior=0.8), num_data=num_data, noise_scale=NOISE
+    )
+
+
+def dense_regression(rows, target, precision, scale):
+    """Return the mean ``(in, out)`` and the covariance of a regression's weights.
+
+    With a precision for each output, covariances are ``(out, in, in)``.
+    """
+    if precision.dim() == 2:
+        columns = zip(target.T, precision.T, strict=True)
+        parts = [dense_regression(rows, y.unsqueeze(-1), own, scale) for y, own in columns]
+        return torch.cat([mean for mean, _ in parts], -1), torch.stack([cov for _, cov in parts])
+    covariance = torch.linalg.inv(
+        torch.diag(scale**-2)
+        + sum(p * torch.outer(x, x) for p, x in zip(precision, rows, strict=True))
+    )
+    return covariance @ rows.mT @ (precision.unsqueeze(-1) * target), covariance
+
 
 FEW_AND_MANY = pytest.mark.parametrize("count", [3, 6])  # rows, of 4 inputs
 
 
-def given_rows(count, event_shape=(3, 2, 2)):
-    """Return a weight given random rows, and the dense mean ``(out, in)`` and covariance of a row."""
-    rows, target = torch.randn(count, 4), torch.randn(count, event_shape[0])
-    log_precision, log_scale = torch.randn(count), torch.randn(4)
+@pytest.mark.parametrize("own", [False, True], ids=["one precision", "of each output"])
+@FEW_AND_MANY
+def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression(count, own):
+    rows, target, event_shape = torch.randn(count, 4), torch.randn(count, 3), (3, 2, 2)
+    log_precision, log_scale = torch.randn(count, 3) if own else torch.randn(count), torch.randn(4)
     q = NormalGivenInputs(torch.Size(event_shape), target, log_precision, log_scale).condition(rows)
     mean, covariance = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
-    return q, mean.mT, covariance
-
-
-@FEW_AND_MANY
-def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression(count):
-    q, mean, covariance = given_rows(count)
-    dense = torch.block_diag(covariance, covariance, covariance)
-    torch.testing.assert_close(q.mean, mean.reshape(3, 2, 2))
+    covariance = covariance.expand(3, 4, 4)
+    dense = torch.block_diag(*covariance)
+    torch.testing.assert_close(q.mean, mean.mT.reshape(event_shape))
     torch.testing.assert_close(q.covariance_matrix, dense)
-    torch.testing.assert_close(q.variance, dense.diagonal().reshape(3, 2, 2))
+    torch.testing.assert_close(q.variance, dense.diagonal().reshape(event_shape))
     torch.testing.assert_close(q.variance_sum, dense.trace())
     torch.testing.assert_close(q.log_det_covariance, torch.logdet(dense))
-    value = torch.randn(2, 3, 2, 2)
-    expected = MultivariateNormal(mean.flatten(), dense).log_prob(value.flatten(1))
+    value, x = torch.randn(2, *event_shape), torch.randn(5, 4)
+    expected = MultivariateNormal(mean.mT.flatten(), dense).log_prob(value.flatten(1))
     torch.testing.assert_close(q.log_prob(value), expected)
-
-
-@FEW_AND_MANY
-def test_each_output_has_the_regression_of_its_own_precisions(count):
-    rows, target = torch.randn(count, 4), torch.randn(count, 2)
-    log_precision, log_scale = torch.randn(count, 2), torch.randn(4)
-    q = NormalGivenInputs(torch.Size([2, 2, 2]), target, log_precision, log_scale).condition(rows)
-    mean, covariances = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
-    torch.testing.assert_close(q.mean, mean.mT.reshape(2, 2, 2))
-    torch.testing.assert_close(q.covariance_matrix, torch.block_diag(*covariances))
+    torch.testing.assert_close(q.image(x).mean, x @ mean)
+    variance = torch.einsum("bi,oij,bj->bo", x, covariance, x)
+    torch.testing.assert_close(q.image(x).variance, variance)
 
 
 def test_a_mean_and_a_noise_scale_have_their_own_precisions():
@@ -66,16 +98,6 @@ def test_a_mean_and_a_noise_scale_have_their_own_precisions():
     ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
     gradient = guide["net.2.weight"].log_precision.grad
     assert not torch.allclose(gradient[:, 0], gradient[:, 1])
-
-
-@FEW_AND_MANY
-def test_its_image_is_that_of_a_regression(count):
-    q, mean, covariance = given_rows(count, (3, 4))
-    x = torch.randn(5, 4)
-    image = q.image(x)
-    torch.testing.assert_close(image.mean, x @ mean.mT)
-    variance = (x @ covariance * x).sum(-1, keepdim=True).expand(5, 3)
-    torch.testing.assert_close(image.variance, variance)
 
 
 @FEW_AND_MANY
@@ -107,9 +129,6 @@ def test_precisions_over_many_orders_keep_single_precision(count):
     torch.testing.assert_close(drawn, exact.scale_noise(noise), rtol=1e-4, atol=1e-5)
 
 
-# ---- the guide ---------------------------------------------------------------------------------------
-
-
 def test_the_last_layer_can_be_exact_and_the_elbo_the_evidence():
     x, y = torch.randn(20, 3), torch.randn(20, 1)
     model = make_model(3, 4, 1)
@@ -132,59 +151,54 @@ def test_the_last_layer_can_be_exact_and_the_elbo_the_evidence():
         torch.testing.assert_close(drawn.detach() - own, evidence)
 
 
+def assert_given(q, own, rows):
+    """Assert that a weight is the regression of its layer's targets on the rows."""
+    scales = own.log_precision.exp(), own.log_scale.exp()
+    mean, covariance = dense_regression(rows, own.target, *scales)
+    torch.testing.assert_close(q.mean, mean.mT)
+    blocks = covariance.expand(len(q.mean), *covariance.shape[-2:])
+    torch.testing.assert_close(q.covariance_matrix, torch.block_diag(*blocks))
+
+
+def with_ones(rows):
+    return F.pad(rows, (0, 1), value=1.0)
+
+
 def test_each_layer_is_drawn_given_the_draws_before_it():
-    x, y = torch.randn(9, 2), torch.randn(20, 1)
+    x, data = torch.randn(9, 2), (torch.randn(20, 2), torch.randn(20, 1))
     guide = ps.GlobalInducingGuide(make_model(2, 4, 5, 1), x)
-    guide.initialize(torch.randn(20, 2), y)
+    guide.initialize(*data)
     scramble(guide)
-    trace = poutine.trace(guide).get_trace(torch.randn(20, 2), y)
-    rows = x
+    nodes, rows = poutine.trace(guide).get_trace(*data).nodes, x
     for layer in (0, 2, 4):
-        site = trace.nodes[f"net.{layer}.weight+bias"]
-        value, q = site["value"], site["fn"]
+        site = nodes[f"net.{layer}.weight+bias"]
+        value = site["value"]
         if layer:
-            own = guide[f"net.{layer}.weight"]
-            scales = (own.log_precision.exp(), own.log_scale.exp())
-            mean, covariance = dense_regression(F.pad(rows, (0, 1), value=1.0), own.target, *scales)
-            torch.testing.assert_close(q.mean, mean.mT)
-            row = q.covariance_matrix[: len(covariance), : len(covariance)]
-            torch.testing.assert_close(row, covariance)
-        weight = trace.nodes[f"net.{layer}.weight"]["value"]
+            assert_given(site["fn"], guide[f"net.{layer}.weight"], with_ones(rows))
+        weight = nodes[f"net.{layer}.weight"]["value"]
         torch.testing.assert_close(weight, value[:, :-1])
         rows = F.linear(rows, value[:, :-1], value[:, -1]).tanh()
-
-
-def test_biases_by_themselves_are_part_of_what_later_layers_are_given():
-    x, data = torch.randn(6, 2), (torch.randn(20, 2), torch.randn(20, 1))
     guide = ps.GlobalInducingGuide(make_model(2, 3, 1), x, join_bias=False, init_scale=0.5)
     scramble(guide)
     guide.initialize(*data)
     nodes = poutine.trace(guide).get_trace(*data).nodes
     first = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
-    own = guide["net.2.weight"]
-    precision, scale = own.log_precision.exp(), own.log_scale.exp()
-    mean, _ = dense_regression(F.linear(x, *first).tanh(), own.target, precision, scale)
-    torch.testing.assert_close(nodes["net.2.weight"]["fn"].mean, mean.mT)
+    assert_given(nodes["net.2.weight"]["fn"], guide["net.2.weight"], F.linear(x, *first).tanh())
     assert isinstance(guide["net.2.bias"].family, MeanField)
     assert guide.draw().keys() == {name for name in nodes if name.startswith("net.")}
 
 
 def test_the_rows_of_a_convolution_are_its_patches():
-    images = torch.randn(3, 2, 6, 6)
-    net = nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 2, stride=2), nn.Flatten(), nn.Linear(16, 2)
-    )
+    images, second = torch.randn(3, 2, 6, 6), nn.Conv2d(3, 4, 2, stride=2)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), second, nn.Flatten(), nn.Linear(16, 2))
     model = ps.Classifier(ps.bayesianize(net, prior=0.5), num_data=3)
     guide = ps.GlobalInducingGuide(model, images)
     scramble(guide)
-    own = guide["net.2.weight"]
-    trace = poutine.trace(guide).get_trace(images, torch.zeros(3, dtype=torch.long))
-    first = trace.nodes["net.0.weight"]["value"], trace.nodes["net.0.bias"]["value"]
+    nodes = poutine.trace(guide).get_trace(images, torch.zeros(3, dtype=torch.long)).nodes
+    first = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
     hidden = F.conv2d(images, *first).tanh()
     patches = F.unfold(hidden, 2, stride=2).movedim(1, -1).reshape(-1, 12)
-    inputs = F.pad(patches, (0, 1), value=1.0)
-    mean, _ = dense_regression(inputs, own.target, own.log_precision.exp(), own.log_scale.exp())
-    torch.testing.assert_close(trace.nodes["net.2.weight+bias"]["fn"].mean, mean.mT)
+    assert_given(nodes["net.2.weight+bias"]["fn"], guide["net.2.weight"], with_ones(patches))
 
 
 def test_it_begins_at_the_net_and_at_the_scale_asked_for():
@@ -231,3 +245,177 @@ def test_a_number_takes_the_first_inputs_of_the_first_call():
     torch.testing.assert_close(guide.inducing_inputs, x[:7], rtol=0, atol=0)
     assert "inducing_inputs" not in dict(guide.named_parameters())
     assert guide["net.2.weight"].target.shape == (7, 1)
+
+
+def test_points_are_trained_if_asked_and_get_a_gradient():
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    guide = ps.GlobalInducingGuide(make_model(3, 4, 1), x[:5], train_inputs=True)
+    ps.StructuredELBO().differentiable_loss(make_model(3, 4, 1), guide, x, y).backward()
+    assert guide.inducing_inputs.grad.abs().min() > 0
+    every = {name for name, value in guide.named_parameters() if value.grad is not None}
+    assert every == {name for name, _ in guide.named_parameters()}
+
+
+def test_steps_and_draws_together_are_those_one_by_one():
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    model = make_model(2, 3, 1)
+    guide = ps.GlobalInducingGuide(model, x[:6])
+    scramble(guide)
+    with torch.no_grad():
+        guide["net.0.weight"].row_log_diagonal.add_(3)  # so that hidden units differ between draws
+    draws = guide.joint_posterior().draw_many(range(3))
+    for number in range(3):
+        own = {name: value[number] for name, value in draws.items()}
+        hidden = F.linear(x[:6], own["net.0.weight"], own["net.0.bias"]).tanh()
+        last = guide["net.2.weight"]
+        mean, covariance = dense_regression(
+            F.pad(hidden, (0, 1), value=1.0),
+            *(last.target, last.log_precision.exp(), last.log_scale.exp()),
+        )
+        value = torch.cat([own["net.2.weight"], own["net.2.bias"].unsqueeze(-1)], -1)
+        whitened = torch.linalg.solve(torch.linalg.cholesky(covariance), (value - mean.mT).mT)
+        assert whitened.norm() < 7  # of 4 standard normals; of other hidden units it is far more
+    prediction = ps.predict(model, guide, x, num_samples=4)
+    assert prediction.functions.shape == (4, 20, 1)
+    loss = ps.StructuredELBO(num_particles=3, vectorize_particles=True)
+    assert loss.differentiable_loss(model, guide, x, y).isfinite()
+
+
+def test_compiled_steps_are_the_ordinary_ones():
+    data = torch.randn(20, 2), torch.randn(20, 1)
+
+    def make():
+        model = make_model(2, 3, 1)
+        return model, ps.GlobalInducingGuide(model, data[0][:6], train_inputs=True)
+
+    assert_same(make, data)
+
+
+def test_running_statistics_are_those_of_the_data_alone():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1))
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0, normalization=True), 20, NOISE)
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    guide = ps.GlobalInducingGuide(model, 100 + x[:6])
+    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    assert model.net[1].running_mean.abs().max() < 10
+    model.eval()
+    before = model.net[1].running_mean.clone()
+    guide(x, y)
+    torch.testing.assert_close(model.net[1].running_mean, before, rtol=0, atol=0)
+
+
+def test_it_is_copied_and_saved_without_its_model():
+    x, model = torch.randn(6, 2), make_model(2, 3, 1)
+    guide = ps.GlobalInducingGuide(model, x)
+    scramble(guide)
+    draws = []
+    for each in (guide, copy.deepcopy(guide)):
+        torch.manual_seed(5)
+        draws.append(each.draw())
+    torch.testing.assert_close(*draws, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="unpickled without its model"):
+        pickle.loads(pickle.dumps(guide)).draw()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
+
+
+def assert_finite_gradients(guide):
+    for name, parameter in guide.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_parameters_are_of_full_precision_under_autocast():
+    x, y = torch.randn(20, 2).float(), torch.randn(20, 1).float()
+    net = ps.bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).float(), 1.0)
+    model = ps.Regressor(net, 20, NOISE)
+    guide = ps.GlobalInducingGuide(model, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    assert {parameter.dtype for parameter in guide.parameters()} == {torch.float32}
+    assert_finite_gradients(guide)
+
+
+def test_attention_and_skips_have_a_gradient_for_every_parameter():
+    attention = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0)
+    net = nn.Sequential(attention, nn.Flatten(), nn.Linear(12, 3))
+    model = ps.Classifier(ps.bayesianize(net, 1.0, normalization=False), num_data=6)
+    x, y = torch.randn(6, 3, 4), torch.randint(3, (6,))
+    guide = ps.GlobalInducingGuide(model, x[:2])
+    scramble(guide)
+    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    assert len(guide["net.2.weight"].target) == 2
+    assert len(guide["net.0.linear1.weight"].target) == 6  # of 3 positions each
+    assert_finite_gradients(guide)
+
+
+def test_a_function_has_its_points_at_the_first_call():
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+
+    def model(x, y=None):
+        first = pyro.sample("a", pyro.distributions.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        second = pyro.sample("b", pyro.distributions.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        scale = pyro.sample("scale", pyro.distributions.LogNormal(0.0, 1.0))
+        mean = F.linear(F.linear(x, first).tanh(), second).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", pyro.distributions.Normal(mean, scale), obs=y)
+
+    guide = ps.GlobalInducingGuide(model, x[:4])
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO())
+    assert math.isfinite(svi.step(x, y.squeeze(-1)))
+    assert guide["b"].target.shape == (4, 1)
+    assert guide.draw()["scale"] > 0
+
+
+def test_weights_that_are_used_otherwise_are_named_at_once():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(2, 2, 1, groups=2))
+    first = nn.Sequential(net, nn.Flatten(), nn.Linear(8, 1))
+    model = ps.Regressor(ps.bayesianize(first, prior=1.0), 20, NOISE)
+    sites, words = "'net.0.0.weight', 'net.0.1.weight'", torch.randint(5, (6, 2))
+    message = rf"sites \[{sites}\].*in another way.*`families=.*'net.0.1.weight': Mean"
+    with pytest.raises(RuntimeError, match=message):
+        ps.GlobalInducingGuide(model, words)
+    families = {"net.0.*": MeanField()}
+    guide = ps.GlobalInducingGuide(model, words, families=families, train_inputs=True)
+    assert guide["net.2.weight"].target.shape == (6, 1)
+    assert not isinstance(guide.inducing_inputs, nn.Parameter)  # words are no real numbers
+    net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
+    with pytest.raises(RuntimeError, match=r"'net.1.weight' is transposed, stacked or in groups"):
+        ps.GlobalInducingGuide(model, torch.randn(3, 2, 1))
+
+
+def test_what_cannot_stand_beside_the_layers_is_refused():
+    model, x = make_model(2, 3, 1), torch.randn(5, 2)
+    for options, error, message in (
+        ({"families": {"net.0.*": Members(3)}}, ValueError, "are drawn jointly"),
+        ({"first_layer": Members(3)}, TypeError, "`first_layer` must be a family of one weight"),
+        ({"local_reparam": True}, ValueError, "`local_reparam` must be False"),
+    ):
+        with pytest.raises(error, match=message):
+            ps.GlobalInducingGuide(model, x, **options)
+    with pytest.raises(ValueError, match="Pass the inducing points themselves"):
+        ps.GlobalInducingGuide(model, 3).initialize(x=x)
+    with pytest.raises(ValueError, match=r"but it is a torch.Tensor of shape \(\)"):
+        ps.GlobalInducingGuide(lambda scale: model(x), 3).initialize(torch.tensor(1.0))
+    guide = ps.GlobalInducingGuide(model, x, first_layer=InducingWeights((2, 2)))
+    assert guide.draw()["net.0.weight"].shape == (3, 2)
+    with pytest.raises(NotImplementedError, match="depend on each other"):
+        guide.quantiles([0.5])
+    with pytest.raises(NotImplementedError, match="depends on its points"):
+        ps.estimate_memory(ps.GlobalInducingGuide, model)
+    q = guide["net.2.weight"]()
+    for ask in (lambda: q.variance, lambda: q.mean, q.rsample, lambda: q.log_prob(x)):
+        with pytest.raises(NotImplementedError, match=r"Use `guide.draw\(\)`"):
+            ask()
+
+
+def test_a_part_of_a_list_of_guides_and_sites_of_single_examples_are_refused():
+    model = make_model(2, 3, 1)
+    together = pyro.infer.autoguide.AutoGuideList(model)
+    together.append(ps.GlobalInducingGuide(poutine.block(model, hide=["net.2.bias"])))
+    with pytest.raises(NotImplementedError, match="cannot be a part of an AutoGuideList"):
+        together(torch.randn(20, 2), torch.randn(20, 1))
+    guide = ps.GlobalInducingGuide(local_latent_function, 3)
+    with pytest.raises(ValueError, match="belong to single examples"):
+        guide.initialize(torch.randn(5, 3), torch.randn(5))

@@ -1,5 +1,6 @@
 """Biases joined to their weights: one joint posterior, two sites of the model."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pyro
@@ -8,17 +9,51 @@ import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import KTied, MeanField
+from pyro_structvi.families import KTied, LowRank, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from pyro_structvi.testing import check_family
 from pyro_structvi.weights.lazy import DelayDraws, LazySlice
-from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
-from tests.models import regression_data
+from tests import dense_oracles as dense
+from tests.exact_means import exact_mean
+from tests.models import make_regressor, regression_data
 
-# ---- sites and parameters ------------------------------------------------------------------------
+JOINED = LowRank(rank=2, diagonal="full", join_bias=True)
+
+
+def make_guide(model=None, init_scale=0.4, family=JOINED, **options):
+    return ps.StructuredGuide(
+        make_regressor() if model is None else model,
+        {"*": family},
+        init_scale=init_scale,
+        **options,
+    )
+
+
+def linear_model(out=2, size=12, **priors):
+    """Return a linear layer with unlike priors of weight and bias, and data for it."""
+    priors = {"weight": 0.7, "bias": 1.5} | priors
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, out), prior=priors), size, noise_scale=0.5)
+    return model, (torch.randn(size, 3), torch.randn(size, out))
+
+
+def layer_function(prefix="", around=nullcontext):
+    """Return a plain function with one layer, whose weight is sampled in a context."""
+
+    def model(x, y=None, with_bias=True):
+        bias = None
+        with around():
+            prior = dist.Normal(torch.zeros(1, 3), 1.0).to_event(2)
+            weight = pyro.sample(f"{prefix}weight", prior)
+        if with_bias:
+            bias = pyro.sample(f"{prefix}bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
+
+    return model
 
 
 def test_a_weight_takes_its_bias_along():
@@ -30,52 +65,6 @@ def test_a_weight_takes_its_bias_along():
     assert "net.0.weight and net.0.bias: LowRank" in repr(guide)
 
 
-def test_both_start_at_the_nets_values_and_are_drawn_apart():
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 3))
-    guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
-    median, draw = guide.median(), guide.draw()
-    for name, parameter in net.named_parameters():
-        assert torch.equal(median[f"net.{name}"], parameter)
-        assert draw[f"net.{name}"].shape == parameter.shape
-
-
-def test_names_with_affixes_are_joined():
-    guide = make_guide(ps.Classifier(ps.bayesianize(nn.LSTM(3, 4)), num_data=5))
-    assert guide["net.weight_ih_l0"] is guide["net.bias_ih_l0"]
-    assert guide["net.weight_hh_l0"] is guide["net.bias_hh_l0"]
-
-
-def test_sites_of_a_function_are_joined_by_their_names():
-    guide = make_guide(layer_function("layer."))
-    guide.initialize(*regression_data())
-    assert guide["layer.weight"]().event_shape == (1, 4)
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(3, 2, bias=False), nn.ConvTranspose1d(3, 2, 2), nn.Embedding(3, 2)]
-)
-def test_a_weight_without_a_fitting_bias_stays_by_itself(layer):
-    guide = make_guide(ps.Classifier(ps.bayesianize(layer), num_data=5))
-    assert guide["net.weight"]().event_shape == layer.weight.shape
-
-
-def test_the_weights_family_decides():
-    model, _ = linear_model()
-    separate = KTied(1, join_bias=False)
-    guide = ps.StructuredGuide(model, {"*.weight": separate, "*.bias": JOINED})
-    assert guide["net.bias"] is not guide["net.weight"]
-    for families in ({"*.weight": JOINED, "*": MeanField()}, {"*.weight": JOINED}):
-        guide = ps.StructuredGuide(model, families)
-        assert guide["net.bias"] is guide["net.weight"]
-
-
-def test_a_pattern_of_biases_keeps_them_apart():
-    model, _ = linear_model()
-    guide = ps.StructuredGuide(model, {"*.weight": JOINED, "*.bias": MeanField()})
-    assert guide["net.bias"] is not guide["net.weight"]
-    assert isinstance(guide["net.bias"].family, MeanField)
-
-
 @dataclass(frozen=True)
 class Narrow(KTied):
     """k-tied weights of at most four columns."""
@@ -84,25 +73,51 @@ class Narrow(KTied):
         return super().fits(site) and site.shape[1] <= 4
 
 
-@pytest.mark.parametrize(("size", "is_joined"), [(3, True), (4, False)])
-def test_a_family_that_does_not_fit_both_leaves_the_bias_apart(size, is_joined):
-    model = ps.Classifier(ps.bayesianize(nn.Linear(size, 2)), num_data=5)
-    guide = ps.StructuredGuide(model, {"*": Narrow(1)})
-    assert (guide["net.bias"] is guide["net.weight"]) is is_joined
-    check_family(Narrow(1), (2, size))
+WEIGHT, BIAS = "net.weight", "net.bias"
+IS_JOINED = [
+    # A layer, families, a weight and its bias, and whether they have one posterior.
+    (nn.LSTM(3, 4), {"*": JOINED}, "net.weight_ih_l0", "net.bias_ih_l0", True),
+    (nn.LSTM(3, 4), {"*": JOINED}, "net.weight_hh_l0", "net.bias_hh_l0", True),
+    (nn.ConvTranspose1d(3, 2, 2), {"*": JOINED}, WEIGHT, BIAS, False),
+    (nn.Linear(3, 2), {"*.weight": JOINED, "*": MeanField()}, WEIGHT, BIAS, True),
+    (nn.Linear(3, 2), {"*.weight": JOINED}, WEIGHT, BIAS, True),
+    (
+        nn.Linear(3, 2),
+        {"*.weight": KTied(1, join_bias=False), "*.bias": JOINED},
+        WEIGHT,
+        BIAS,
+        False,
+    ),
+    (nn.Linear(3, 2), {"*.weight": JOINED, "*.bias": MeanField()}, WEIGHT, BIAS, False),
+    (nn.Linear(3, 2), {BIAS: MeanField(), "*": JOINED}, WEIGHT, BIAS, False),
+    (nn.Linear(3, 2), {"*": Narrow(1)}, WEIGHT, BIAS, True),
+    (nn.Linear(4, 2), {"*": Narrow(1)}, WEIGHT, BIAS, False),
+]
 
 
-def test_a_bias_named_outright_has_its_own_family():
-    model, _ = linear_model()
-    guide = ps.StructuredGuide(model, {"net.bias": MeanField(), "*": JOINED})
-    assert guide["net.bias"].family == MeanField()
-    assert guide["net.weight"]().event_shape == (2, 3)
+@pytest.mark.parametrize(("layer", "families", "weight", "bias", "is_joined"), IS_JOINED)
+def test_the_families_decide_whether_a_bias_is_joined(layer, families, weight, bias, is_joined):
+    guide = ps.StructuredGuide(ps.Classifier(ps.bayesianize(layer), num_data=5), families)
+    assert (guide[bias] is guide[weight]) is is_joined
+    if not is_joined:
+        assert guide[weight]().event_shape == layer.get_parameter(weight.partition(".")[2]).shape
+    if families.get("*.bias") == MeanField():
+        assert isinstance(guide[bias].family, MeanField)
+
+
+def test_a_family_that_fits_some_shapes_obeys_the_contract():
+    for size in (3, 4):
+        check_family(Narrow(1), (2, size))
+    for layer in (nn.Linear(3, 2, bias=False), nn.Embedding(3, 2)):
+        guide = make_guide(ps.Classifier(ps.bayesianize(layer), num_data=5))
+        assert guide[WEIGHT]().event_shape == layer.weight.shape
 
 
 def test_a_model_that_samples_only_one_of_both_is_an_error():
-    guide = make_guide(layer_function())
+    guide = make_guide(layer_function("layer."))
     guide.initialize(*regression_data())
-    message = r"'weight' is joined with its bias 'bias'.*samples only one.*`join_bias=False`"
+    assert guide["layer.weight"]().event_shape == (1, 4)
+    message = r"'layer.weight' is joined with its bias 'layer.bias'.*samples only one.*`join_bias="
     with pytest.raises(ValueError, match=message):
         guide.initialize(*regression_data(), with_bias=False)
 
@@ -121,16 +136,6 @@ def test_a_bias_that_no_pass_uses_is_joined_all_the_same():
     assert all(torch.isfinite(parameter.grad).all() for parameter in guide.parameters())
 
 
-# ---- laws ----------------------------------------------------------------------------------------
-
-
-def run_layer(guide, args, layer):
-    """Return a layer's outputs where the guide's values are handed to it, undrawn."""
-    with DelayDraws():
-        values = poutine.trace(guide).get_trace(*args).nodes
-    return layer(values["net.weight"]["value"], values["net.bias"]["value"])
-
-
 USES = {
     "without the bias": lambda x, w, b: F.linear(x, w) + b,
     "with another bias": lambda x, w, b: F.linear(x, w, b + 0),
@@ -139,64 +144,62 @@ USES = {
 }
 
 
+def delayed(guide, *args):
+    """Return what a guide hands to a model, undrawn."""
+    with DelayDraws():
+        return poutine.trace(guide).get_trace(*args)
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_any_other_use_sees_one_draw_of_both(use):
     model, args = linear_model()
-    guide = make_guide(model)
+    guide, x = make_guide(model), torch.randn(5, 3)
     guide.initialize(*args)
-    x, parts = torch.randn(5, 3), {}
-
-    def layer(weight, bias):
-        parts.update(weight=weight, bias=bias)
-        return use(x, weight, bias)
-
-    outputs = run_layer(guide, args, layer)
-    assert isinstance(parts["weight"], LazySlice)
-    assert parts["weight"].whole.is_drawn
-    torch.testing.assert_close(outputs, F.linear(x, parts["weight"].draw(), parts["bias"].draw()))
+    nodes = delayed(guide, *args).nodes
+    weight, bias = (nodes[name]["value"] for name in (WEIGHT, BIAS))
+    outputs = use(x, weight, bias)
+    assert isinstance(weight, LazySlice)
+    assert weight.whole.is_drawn
+    torch.testing.assert_close(outputs, F.linear(x, weight.draw(), bias.draw()))
 
 
 def test_an_input_that_is_a_weight_itself_gets_drawn_weights():
     """Its rows are no examples: their outputs share one weight and one bias."""
 
     def model(x, y=None):
-        inputs = pyro.sample("inputs", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
-        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
-        bias = pyro.sample("bias", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        return F.linear(inputs, weight, bias)
+        shapes = {"inputs": (4, 2), "weight": (3, 2), "bias": (3,)}
+        return F.linear(
+            *(
+                pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
+                for name, shape in shapes.items()
+            )
+        )
 
     guide = ps.StructuredGuide(model, {"inputs": MeanField(), "*": JOINED})
-    with DelayDraws():
-        trace = poutine.trace(guide).get_trace(None)
+    trace = delayed(guide, None)
     outputs = poutine.replay(model, trace=trace)(None)
     values = [trace.nodes[name]["value"].draw() for name in ("inputs", "weight", "bias")]
     torch.testing.assert_close(outputs, F.linear(*values))
 
 
-def test_the_bias_of_another_layer_is_another_draw():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model = ps.Regressor(ps.bayesianize(net), num_data=5, noise_scale=0.3)
-    guide, args = make_guide(model), (torch.randn(5, 3), torch.randn(5, 3))
-    guide.initialize(*args)
-    with DelayDraws():
-        nodes = poutine.trace(guide).get_trace(*args).nodes
-    weight, bias = nodes["net.0.weight"]["value"], nodes["net.1.bias"]["value"]
-    outputs = F.linear(args[0], weight, bias)
-    torch.testing.assert_close(outputs, F.linear(args[0], weight.draw(), bias.draw()))
-
-
-def test_a_weight_used_twice_is_one_draw_with_its_bias():
+def test_a_weight_used_twice_is_one_draw_with_its_bias_and_others_are_other_draws():
     class Twice(nn.Linear):
         def forward(self, x):
             return super().forward(x) - F.linear(x, self.weight)
 
     model = ps.Regressor(ps.bayesianize(Twice(3, 2)), num_data=5, noise_scale=0.3)
     guide, args = make_guide(model), (torch.randn(5, 3), torch.randn(5, 2))
-    with DelayDraws():
-        trace = poutine.trace(guide).get_trace(*args)
+    trace = delayed(guide, *args)
     outputs = poutine.replay(model, trace=trace)(*args)
-    bias = trace.nodes["net.bias"]["value"]
-    torch.testing.assert_close(outputs, bias.expand(5, 2))
+    torch.testing.assert_close(outputs, trace.nodes[BIAS]["value"].expand(5, 2))
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model, args = ps.Regressor(ps.bayesianize(net), 5, 0.3), (torch.randn(5, 3),) * 2
+    guide = make_guide(model)
+    guide.initialize(*args)
+    nodes = delayed(guide, *args).nodes
+    weight, bias = nodes["net.0.weight"]["value"], nodes["net.1.bias"]["value"]
+    outputs = F.linear(args[0], weight, bias)
+    torch.testing.assert_close(outputs, F.linear(args[0], weight.draw(), bias.draw()))
 
 
 def test_a_part_knows_its_shape_and_keeps_its_gradient():
@@ -204,10 +207,103 @@ def test_a_part_knows_its_shape_and_keeps_its_gradient():
     guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
     args = torch.randn(5, 2, 3), torch.randint(4, (5,))
     guide.initialize(*args)
-    with DelayDraws():
-        nodes = poutine.trace(guide).get_trace(*args).nodes
+    nodes = delayed(guide, *args).nodes
     weight, bias = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
     assert (weight.shape, bias.shape, weight.dtype) == ((4, 2, 3), (4,), torch.float64)
     assert not weight.whole.is_drawn
     (weight.sum() + bias.sum()).backward()
     assert guide["net.0.weight"].loc.grad.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("weight_scale", "bias_scale"),
+    [(0.7, 1.5), (torch.rand(2, 3) + 0.5, 0.7), (0.7, torch.tensor([0.5, 2.0]))],
+    ids=["one", "many weights", "many biases"],
+)
+def test_the_kl_is_the_dense_one(weight_scale, bias_scale):
+    priors = {"weight": weight_scale, "bias": bias_scale}
+    model, args = linear_model(**priors)
+    guide = make_guide(model)
+    terms = ps.StructuredELBO().terms(model, guide, *args)
+    q = guide["net.weight"]()
+    scale = torch.cat(
+        [
+            torch.as_tensor(weight_scale).expand(2, 3),
+            torch.as_tensor(bias_scale).expand(2).unsqueeze(-1),
+        ],
+        -1,
+    )
+    exact = dense.kl_to_independent_normals(
+        q.loc, q.covariance_matrix, torch.zeros(2, 4), scale, event_dim=2
+    )
+    torch.testing.assert_close(terms.kl, {"net.weight+bias": exact})
+    assert terms.sampled == ()
+
+
+@pytest.mark.parametrize(
+    ("elbo_class", "family"),
+    [
+        (ps.StructuredELBO, JOINED),
+        (ps.StructuredELBO, KTied(2, join_bias=True)),
+        (TraceMeanField_ELBO, JOINED),
+        (Trace_ELBO, JOINED),
+    ],
+)
+def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
+    model, (x, y) = linear_model()
+    guide = make_guide(model, init_scale=0.3, family=family)
+    guide.initialize(x, y)
+    q = guide["net.weight"]()
+    inputs = torch.cat([x, torch.ones(len(x), 1)], -1)
+    image = q.image(inputs)
+    likelihood = dist.Normal(image.mean, 0.5).log_prob(y).sum() - 2 * image.variance.sum()
+    prior_scale = torch.tensor([0.7, 0.7, 0.7, 1.5]).expand(2, 4)
+    kl = dense.kl_to_independent_normals(
+        q.loc, q.covariance_matrix, torch.zeros(2, 4), prior_scale, event_dim=2
+    )
+    elbo = elbo_class()
+    mean = exact_mean(lambda: torch.tensor(elbo.loss(model, guide, x, y)))
+    torch.testing.assert_close(mean, (kl - likelihood).detach(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: poutine.block(model, hide=["net.bias"]),
+        lambda model: poutine.block(model, hide=["net.weight"]),
+        lambda model: poutine.condition(model, {"net.bias": torch.zeros(2)}),
+    ],
+    ids=["no bias", "no weight", "bias observed"],
+)
+def test_a_model_with_half_of_a_joint_site_is_an_error(change):
+    model, args = linear_model()
+    guide = make_guide(model)
+    guide.initialize(*args)
+    with pytest.raises(
+        ValueError, match=r"'net.weight' and its bias 'net.bias', but the model does"
+    ):
+        ps.StructuredELBO().terms(change(model), guide, *args)
+
+
+@pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
+def test_what_has_no_closed_form_is_sampled_and_said():
+    message = r"\['net.weight\+bias'\]"
+    model, args = linear_model(bias=dist.StudentT(3.0, 0.0, 1.0))
+    with pytest.warns(ps.infer.SampledKLWarning, match=message):
+        ps.StructuredELBO().terms(model, make_guide(model), *args)
+    model, args = linear_model()
+    guide = make_guide(model)
+    guide.initialize(*args)
+    empty = poutine.block(model, hide=["net.weight", "net.bias"])  # a layer that a pass skips
+    with pytest.warns(ps.infer.SampledKLWarning, match=message):
+        assert ps.StructuredELBO().terms(empty, guide, *args).sampled == ("net.weight+bias",)
+
+
+def test_scale_and_mask_of_weight_and_bias_must_be_one():
+    model = layer_function(around=lambda: poutine.mask(mask=torch.tensor(True)))
+    assert ps.StructuredELBO().terms(model, make_guide(model), *regression_data()).kl
+    model = layer_function(around=lambda: poutine.scale(scale=2.0))
+    message = r"sites 'weight' and 'bias' have one posterior, and so must have one scale"
+    with pytest.raises(ValueError, match=message):
+        ps.StructuredELBO().terms(model, make_guide(model), *regression_data())

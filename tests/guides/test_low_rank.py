@@ -28,9 +28,6 @@ DEFAULT = 0.1**2 / SIZE  # variance of a constant diagonal
 SPECTRUM = (2.0, 1.0, 0.5, 0.2, 0.12, 0.06, 0.03)  # of the posterior covariance
 
 
-# ---- the optimum ---------------------------------------------------------------------------------
-
-
 # A linear regression without bias, and its exact posterior over the D weights.
 Regression = namedtuple("Regression", ["x", "y", "mean", "covariance", "log_evidence"])
 
@@ -118,21 +115,13 @@ def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal()
     assert abs(gap(full, regression)) < 1e-6 < 0.1 < gap(isotropic, regression)
 
 
-# ---- options -------------------------------------------------------------------------------------
-
-
 def make_net(*widths):
     layers = [nn.Linear(size, out) for size, out in pairwise(widths)]
     return nn.Sequential(*[unit for layer in layers for unit in (layer, nn.ReLU())][:-1])
 
 
-def make_classifier(net):
-    return ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=50)
-
-
-def test_the_variance_of_a_learned_diagonal_is_refused():
-    with pytest.raises(ValueError, match='constant"; with "full" it is learned'):
-        ps.AutoLowRankLRT(make_classifier(make_net(4, 3)), diagonal_variance=0.1)
+def make_classifier(net, prior=1.0):
+    return ps.Classifier(ps.bayesianize(net, prior=prior), num_data=50)
 
 
 @pytest.mark.parametrize(
@@ -150,25 +139,19 @@ def test_a_constant_diagonal_has_no_parameter_and_stays(options, variance, regre
 
 def test_a_constant_diagonal_follows_fan_in_and_prior_of_each_site():
     prior = {"0.weight": 3.0, "0.bias": 0.2, "2.weight": dist.Cauchy(0.0, 1.0), "*": 5.0}
-    net = ps.bayesianize(make_net(4, 3, 2), prior=prior)
-    model = ps.Classifier(net, num_data=50)
+    model = make_classifier(make_net(4, 3, 2), prior)
     guide = ps.AutoLowRankLRT(model, diagonal="constant", join_bias=False)
     expected = {"0.weight": 0.05, "0.bias": 0.02, "2.weight": 0.1 / 3**0.5, "2.bias": 0.1}
     for name, scale in expected.items():
         assert guide[f"net.{name}"]().scale.item() == pytest.approx(scale)
-
-
-def test_what_the_constant_diagonal_is_comes_back_with_the_state():
-    wide, narrow = (ps.bayesianize(make_net(4, 3), prior=prior) for prior in (0.4, 0.1))
-    first, second = (
-        ps.AutoLowRankLRT(ps.Classifier(net, num_data=50), diagonal="constant")
-        for net in (wide, narrow)
+    wide, narrow = (
+        ps.AutoLowRankLRT(make_classifier(make_net(4, 3), prior), diagonal="constant")
+        for prior in (0.4, 0.1)
     )
-    second.load_state_dict(first.state_dict())
-    assert second["net.0.weight"]().scale.item() == pytest.approx(0.04)
-
-
-# ---- memory --------------------------------------------------------------------------------------
+    narrow.load_state_dict(wide.state_dict())
+    assert narrow["net.0.weight"]().scale.item() == pytest.approx(0.04)
+    with pytest.raises(ValueError, match='constant"; with "full" it is learned'):
+        ps.AutoLowRankLRT(model, diagonal_variance=0.1)
 
 
 def numbers_saved(compute, known):

@@ -6,7 +6,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
 from torch import nn
 
 import pyro_structvi as ps
@@ -33,9 +32,6 @@ def mixture(make_guide, model=None, size=3, **options):
 
 def close(actual, expected, tolerance=1e-9):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-# ---- the bound ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -86,21 +82,6 @@ def test_a_traced_step_trains_all_members_as_an_eager_one():
     assert "traced" in history.compilation[0]
 
 
-def test_pyros_objectives_train_one_random_member():
-    model, guide = mixture(ps.MeanFieldGuide, linear_function)
-    data = torch.randn(12, 3), torch.randn(12, 2)
-    before = [member["weight"].loc.detach().clone() for member in guide.members]
-    SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), Trace_ELBO()).step(*data)
-    moved = [
-        not torch.equal(member["weight"].loc, start)
-        for member, start in zip(guide.members, before, strict=True)
-    ]
-    assert sum(moved) == 1
-
-
-# ---- weights --------------------------------------------------------------------------------------
-
-
 def test_any_number_of_draws_follows_the_weights():
     _, guide = mixture(ps.MAPGuide, size=3)
     guide.weights.copy_(torch.tensor([0.6, 0.3, 0.1]))
@@ -134,21 +115,7 @@ def test_weights_by_the_bound():
     assert guide.best is guide.members[int(guide.weights.argmax())]
 
 
-def test_a_mixture_without_sites_yet_is_not_one_of_points():
-    guide = ps.MixtureGuide(linear_function, ps.MeanFieldGuide, 2)
-    assert not guide.is_of_points
-    ps.weigh_by_bound(linear_function, guide, torch.randn(12, 3), torch.randn(12, 2))
-    assert not guide.is_of_points
-
-
-def test_points_have_no_bound():
-    model, guide = mixture(ps.MAPGuide)
-    with pytest.raises(ValueError, match="weigh_by_stacking"):
-        ps.weigh_by_bound(model, guide, *regression_data())
-
-
 def test_stacking_finds_the_optimal_weights():
-    """Two members, for which a fine grid of weights has the optimum."""
     model, guide = mixture(ps.MAPGuide, size=2)
     with torch.no_grad():
         guide.members[1]["net.2.weight"].loc.mul_(-5.0)
@@ -165,24 +132,17 @@ def test_stacking_finds_the_optimal_weights():
     close(guide.weights[0], best, 1e-4)
 
 
-def test_weights_are_saved_with_the_members():
-    model, guide = mixture(ps.KTiedGuide)
-    guide.weights.copy_(torch.tensor([0.5, 0.3, 0.2]))
-    _, other = mixture(ps.KTiedGuide, model)
-    other.load_state_dict(guide.state_dict())
-    close(other.weights, guide.weights)
-    close(other.median()["net.0.weight"], guide.median()["net.0.weight"])
-
-
-# ---- starts, and what is refused --------------------------------------------------------------------
-
-
-def test_members_start_at_given_medians():
+def test_members_start_at_given_medians_and_weights_are_saved():
     model, ensemble = mixture(ps.MAPGuide)
     _, guide = mixture(ps.MatrixNormalGuide, model, starts=ensemble)
     for member, start in zip(guide.members, ensemble.members, strict=True):
         for name, value in start.median().items():
             close(member.median()[name], value)
+    guide.weights.copy_(torch.tensor([0.5, 0.3, 0.2]))
+    _, other = mixture(ps.MatrixNormalGuide, model)
+    other.load_state_dict(guide.state_dict())
+    close(other.weights, guide.weights)
+    close(other.median()["net.0.weight"], guide.median()["net.0.weight"])
 
 
 def test_scalars_and_constrained_sites_start_apart_in_their_support():
@@ -200,15 +160,16 @@ def test_scalars_and_constrained_sites_start_apart_in_their_support():
     close(torch.stack([each["shares"].sum() for each in medians]), torch.ones(4))
 
 
-@pytest.mark.parametrize(
-    "make_guide", [lambda model: nn.Linear(1, 1), partial(ps.EnsembleGuide, size=2)]
-)
-def test_a_member_is_a_guide_of_this_package(make_guide):
-    with pytest.raises(TypeError, match="`make_guide` must be a function from the model"):
-        mixture(make_guide)
-
-
-def test_starts_are_as_many_as_members():
+def test_what_is_refused():
+    for make_guide in (lambda model: nn.Linear(1, 1), partial(ps.EnsembleGuide, size=2)):
+        with pytest.raises(TypeError, match="`make_guide` must be a function from the model"):
+            mixture(make_guide)
     model, ensemble = mixture(ps.MAPGuide)
     with pytest.raises(ValueError, match="`starts` must be a mixture of 2 guides"):
         mixture(ps.MeanFieldGuide, model, 2, starts=ensemble)
+    with pytest.raises(ValueError, match="weigh_by_stacking"):
+        ps.weigh_by_bound(model, ensemble, *regression_data())
+    guide = ps.MixtureGuide(linear_function, ps.MeanFieldGuide, 2)
+    assert not guide.is_of_points  # without sites yet
+    ps.weigh_by_bound(linear_function, guide, torch.randn(12, 3), torch.randn(12, 2))
+    assert not guide.is_of_points

@@ -9,7 +9,8 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import Dropout, MeanField, Members, PointEstimate
+from pyro_structvi.families import MeanField, Members
+from tests.guides.matrix_guides import minimize
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -18,12 +19,9 @@ from tests.models import (
     regression_data,
 )
 from tests.statistics import assert_mean
+from tests.unit_noise import close
 
 NUM_DATA, PRIOR, NOISE = 12, 0.7, 0.3
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def map_loss(values, x, y, num_data=NUM_DATA):
@@ -48,16 +46,9 @@ def test_the_loss_is_that_of_maximum_a_posteriori_under_every_objective():
     expected = map_loss(guide.draw(), *data)
     for elbo in (ps.StructuredELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
         close(torch.tensor(elbo.loss(model, guide, *data)), expected.detach())
-
-
-def test_it_finds_ridge_regression():
-    x, y = regression_data(30)
-    net = ps.bayesianize(nn.Linear(3, 1, bias=False), prior=PRIOR)
-    model = ps.Regressor(net, num_data=30, noise_scale=NOISE)
-    guide = ps.MAPGuide(model)
-    ps.fit(model, guide, (x, y), num_steps=300, lr=0.1, progress=False)
-    ridge = torch.linalg.solve(x.mT @ x + (NOISE / PRIOR) ** 2 * torch.eye(3), x.mT @ y)
-    torch.testing.assert_close(guide.median()["net.weight"], ridge.mT, rtol=1e-5, atol=1e-6)
+    # A hierarchical scale has no closed form with any other posterior, and would be warned of.
+    for guide in (ps.MAPGuide(hierarchical_function), ps.EnsembleGuide(hierarchical_function, 2)):
+        assert ps.StructuredELBO().terms(hierarchical_function, guide, *data).sampled == ()
 
 
 def test_constrained_sites_are_points_of_their_own_space():
@@ -65,25 +56,8 @@ def test_constrained_sites_are_points_of_their_own_space():
     model = lambda: pyro.sample("rate", dist.Gamma(3.0, torch.tensor(2.0)))  # noqa: E731
     guide = ps.MAPGuide(model)
     guide.initialize()
-    optimizer = torch.optim.LBFGS(guide.parameters(), max_iter=100, tolerance_grad=1e-10)
-    loss = ps.StructuredELBO()(model, guide)
-
-    def closure():
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    optimizer.step(closure)
+    minimize(guide, lambda: ps.StructuredELBO()(model, guide)())
     torch.testing.assert_close(guide.draw()["rate"].detach(), torch.tensor(1.0), rtol=1e-5, atol=0)
-
-
-def test_no_warning_of_a_sampled_divergence():
-    """Warnings are errors here; a hierarchical scale has no closed form with any other posterior."""
-    data = regression_data()
-    for guide in (ps.MAPGuide(hierarchical_function), ps.EnsembleGuide(hierarchical_function, 2)):
-        terms = ps.StructuredELBO().terms(hierarchical_function, guide, *data)
-        assert terms.sampled == ()
 
 
 @pytest.mark.parametrize("make_guide", [ps.MAPGuide, ps.MCDropoutGuide])
@@ -110,26 +84,19 @@ def test_the_loss_of_an_ensemble_is_the_mean_over_its_members(vectorize):
     model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data(6)
     guide = ps.EnsembleGuide(model, size=3, vectorize=vectorize)
     loss = ps.StructuredELBO().differentiable_loss(model, guide, *data)
-    expected = sum(map_loss(member(guide, k), *data) for k in range(3)) / 3
-    close(loss, expected)
-    parameters = list(guide.parameters())
-    for own, exact in zip(
-        torch.autograd.grad(loss, parameters),
-        torch.autograd.grad(expected, parameters),
-        strict=True,
-    ):
+    each = torch.stack([map_loss(member(guide, k), *data) for k in range(3)])
+    close(loss, each.mean())
+    parameters = [*guide.parameters()]
+    gradients = [torch.autograd.grad(value, parameters) for value in (loss, each.mean())]
+    for own, exact in zip(*gradients, strict=True):
         close(own, exact)
-
-
-def test_other_objectives_train_one_member_at_a_time():
-    model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data()
-    guide = ps.EnsembleGuide(model, size=3)
-    guide.initialize(*data)
-    with torch.no_grad():
-        each = torch.stack([map_loss(member(guide, k), *data) for k in range(3)])
-        losses = torch.tensor([Trace_ELBO().loss(model, guide, *data) for _ in range(100)])
+    # Other objectives train one member at a time.
+    losses = torch.tensor([Trace_ELBO().loss(model, guide, *data) for _ in range(100)])
     assert ((losses.unsqueeze(-1) - each).abs().amin(-1) < 1e-8).all()
     assert_mean(losses.unsqueeze(-1), each.mean().reshape(1))
+    function, data = ps.EnsembleGuide(linear_function, 4), (torch.randn(12, 3), torch.randn(12, 2))
+    ps.StructuredELBO().loss_and_grads(linear_function, function, *data)  # the first step
+    assert all((each["weight"].loc.grad != 0).all() for each in function.members)
 
 
 def test_predictions_use_every_member_once():
@@ -147,26 +114,7 @@ def test_predictions_use_every_member_once():
     close(again.functions, prediction.functions.repeat(2, 1, 1))
 
 
-def test_members_start_at_the_net_and_at_its_elements_in_random_order():
-    net = nn.Linear(60, 60)
-    nn.init.constant_(net.bias, 0.5)
-    guide = ps.EnsembleGuide(ps.Classifier(ps.bayesianize(net), 9), size=20)
-    each = [member.median() for member in guide.members]
-    weights, biases = (
-        torch.stack([member[f"net.{name}"] for member in each]) for name in ("weight", "bias")
-    )
-    assert torch.equal(weights[0], net.weight)
-    torch.testing.assert_close(biases, net.bias.expand(20, -1), rtol=0.05, atol=0)
-    own = net.weight.detach()
-    elements = own.flatten().sort().values.expand(20, -1)
-    torch.testing.assert_close(weights.flatten(1).sort(-1).values, elements, rtol=0, atol=5e-3)
-    products = (weights[1:] * own).flatten(1).mean(-1, keepdim=True)
-    assert_mean(products, own.mean().square().reshape(1))
-    assert len({tuple(each.flatten().tolist()) for each in weights}) == 20
-
-
 def test_an_ensemble_stands_beside_other_families():
-    """A pass then has one member, the same at all its sites."""
     model, data = make_regressor(), regression_data()
     families = {"*.weight": Members(3), "*": MeanField()}
     guide = ps.StructuredGuide(model, families, init_scale=1e-6)
@@ -183,6 +131,22 @@ def test_an_ensemble_stands_beside_other_families():
     assert {first for first, _ in chosen} == {0, 1, 2}
 
 
+def test_members_start_at_the_net_and_at_its_elements_in_random_order():
+    net = nn.Linear(60, 60)
+    nn.init.constant_(net.bias, 0.5)
+    guide = ps.EnsembleGuide(ps.Classifier(ps.bayesianize(net), 9), size=20)
+    each = [member.median() for member in guide.members]
+    weights, biases = (torch.stack([m[f"net.{name}"] for m in each]) for name in ("weight", "bias"))
+    own = net.weight.detach()
+    assert torch.equal(weights[0], own)
+    torch.testing.assert_close(biases, net.bias.expand(20, -1), rtol=0.05, atol=0)
+    elements = own.flatten().sort().values.expand(20, -1)
+    torch.testing.assert_close(weights.flatten(1).sort(-1).values, elements, rtol=0, atol=5e-3)
+    products = (weights[1:] * own).flatten(1).mean(-1, keepdim=True)
+    assert_mean(products, own.mean().square().reshape(1))
+    assert len({tuple(each.flatten().tolist()) for each in weights}) == 20
+
+
 def test_sites_in_plates_have_members_too():
     def model(x, y=None):
         with pyro.plate("features", 3):
@@ -197,17 +161,6 @@ def test_sites_in_plates_have_members_too():
     assert len({guide.draw(number=number)["weight"] for number in range(4)}) == 4
 
 
-@pytest.mark.parametrize("make_guide", [ps.EnsembleGuide, ps.MCDropoutGuide, ps.MAPGuide])
-def test_a_noise_scale_is_a_point_too(make_guide):
-    net = ps.bayesianize(nn.Linear(3, 1))
-    model = ps.Regressor(net, num_data=12, noise_scale=dist.HalfNormal(1.0))
-    guide = make_guide(model)
-    ps.fit(model, guide, regression_data(), num_steps=3, progress=False)
-    values = {guide.draw()["noise_scale"].item() for _ in range(40)}
-    assert len(values) == (5 if make_guide is ps.EnsembleGuide else 1)
-    assert min(values) > 0
-
-
 def test_particles_average_the_masks_of_a_nets_own_dropout():
     net = nn.Sequential(nn.Linear(3, 20), nn.Dropout(0.5), nn.Linear(20, 1))
     model = ps.Regressor(ps.bayesianize(net), 12, 0.5)
@@ -217,13 +170,6 @@ def test_particles_average_the_masks_of_a_nets_own_dropout():
         elbo = ps.StructuredELBO(num_particles=particles)
         spread[particles] = torch.tensor([elbo.loss(model, guide, *data) for _ in range(60)]).std()
     assert spread[16] < 0.5 * spread[1]
-
-
-def test_the_first_step_of_a_function_trains_every_member():
-    guide = ps.EnsembleGuide(linear_function, 4)
-    data = torch.randn(12, 3), torch.randn(12, 2)
-    ps.StructuredELBO().loss_and_grads(linear_function, guide, *data)
-    assert all((each["weight"].loc.grad != 0).all() for each in guide.members)
 
 
 def test_what_is_wrong_with_a_model_is_said_of_the_model():
@@ -242,56 +188,21 @@ def test_what_is_wrong_with_a_model_is_said_of_the_model():
         ps.StructuredELBO().loss(net, guide, *regression_data(inputs=4))
 
 
-def batch_normalized():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
-    return ps.Classifier(ps.bayesianize(net, normalization=False), 12)
-
-
 def test_a_net_that_cannot_be_vectorized_says_so_and_trains_without():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    model = ps.Classifier(ps.bayesianize(net, normalization=False), 12)
     data = torch.randn(12, 3), torch.randint(2, (12,))
-    model = batch_normalized()
     with pytest.raises(RuntimeError, match=r"in one pass: .*`vectorize=False`"):
         ps.fit(model, ps.EnsembleGuide(model, 2), data, num_steps=1, progress=False)
     guide = ps.EnsembleGuide(model, 2, vectorize=False)
     ps.fit(model, guide, data, num_steps=2, progress=False)
 
 
-# ---- dropout -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_dropout_has_its_loss_under_every_objective():
-    """Against all masks of a layer, and the entropy of the masks."""
-    x, y = regression_data(5, 2)
-    net = nn.Linear(2, 1)
-    model = ps.Regressor(ps.bayesianize(net, prior=PRIOR), 10, NOISE)
-    guide = ps.MCDropoutGuide(model, rate=0.3)
-    weight, bias = net.weight.detach(), net.bias.detach()
-    prior, expected = dist.Normal(0.0, PRIOR), -guide["net.weight"]().entropy().detach()
-    for mask in ([0, 0], [0, 1], [1, 0], [1, 1]):
-        probability = 0.3 ** mask.count(0) * 0.7 ** mask.count(1)
-        masked = weight * torch.tensor(mask) / 0.7
-        density = dist.Normal(F.linear(x, masked, bias), NOISE).log_prob(y).sum() * 2
-        density = density + prior.log_prob(masked).sum() + prior.log_prob(bias).sum()
-        expected = expected - probability * density
-    guide.initialize(x, y)
-    for elbo in (ps.StructuredELBO(), Trace_ELBO()):
-        with torch.no_grad():
-            losses = torch.tensor([[elbo.loss(model, guide, x, y)] for _ in range(2000)])
-        assert_mean(losses, expected.reshape(1))
-
-
-def test_dropout_predicts_with_masks():
-    model, data = make_regressor(), regression_data()
-    guide = ps.MCDropoutGuide(model, rate=0.2)
-    masks = {tuple((guide.draw()["net.2.weight"] != 0).flatten().tolist()) for _ in range(40)}
-    assert len(masks) > 3
-    prediction = ps.predict(model, guide, data[0], num_samples=20)
-    assert (prediction.function_variance > 0).all()
-
-
-def test_dropout_stands_beside_other_families():
-    guide = ps.StructuredGuide(make_regressor(), {"net.0.*": MeanField(), "*": Dropout(0.5)})
-    assert guide["net.2.bias"].family == Dropout(0.5)
-    assert guide["net.0.weight"].family == MeanField()
-    assert ps.MAPGuide(make_regressor())["net.0.bias"].family == PointEstimate()
+@pytest.mark.parametrize("make_guide", [ps.EnsembleGuide, ps.MCDropoutGuide, ps.MAPGuide])
+def test_a_noise_scale_is_a_point_too(make_guide):
+    net = ps.bayesianize(nn.Linear(3, 1))
+    guide = make_guide(ps.Regressor(net, num_data=12, noise_scale=dist.HalfNormal(1.0)))
+    guide.initialize(*regression_data())
+    values = {guide.draw()["noise_scale"].item() for _ in range(40)}
+    assert len(values) == (5 if make_guide is ps.EnsembleGuide else 1)
+    assert min(values) > 0

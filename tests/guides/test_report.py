@@ -15,7 +15,6 @@ from pyro_structvi.families import (
     MeanField,
     PointEstimate,
 )
-from pyro_structvi.guides import OtherRowsWarning
 from pyro_structvi.sites.report import _HEAD
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor, regression_data
@@ -26,8 +25,6 @@ def reported(guide, *args):
 
 
 class Net(nn.Module):
-    """One layer for each way of drawing."""
-
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(5, 4)
@@ -55,8 +52,13 @@ def make(make_guide=ps.MeanFieldGuide, prior=0.5, **options):
 
 def test_each_way_is_told_apart():
     net, guide, x, y = make()
-    found = reported(guide, x, y)
-    assert {name: (each.state, each.drawn, each.why) for name, each in found.items()} == {
+    before = torch.get_rng_state()
+    with poutine.trace() as trace:
+        report = guide.report(x, y)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not trace.trace.nodes
+    found = {each.name: (each.state, each.drawn, each.why) for each in report.parameters}
+    assert found == {
         "net.words.weight": ("random", "rows", ""),
         "net.plain.weight": ("random", "outputs", ""),
         "net.twice.weight": ("random", "weight", "2 uses"),
@@ -67,40 +69,32 @@ def test_each_way_is_told_apart():
         "net.norm.bias": ("trained", "", ""),
         "net.head.bias": ("frozen", "", ""),
     }
-    assert guide.report(x, y).local_share == pytest.approx((20 + 16 + 12) / (20 + 3 * 16 + 12))
-    assert sorted(name.removeprefix("net.") for name in found) == sorted(
-        name for name, _ in net.named_parameters()
-    )
+    assert report.local_share == pytest.approx((20 + 16 + 12) / (20 + 3 * 16 + 12))
+    names = sorted(name.removeprefix("net.") for name in found)
+    assert names == sorted(name for name, _ in net.named_parameters())
+    head, *rows = str(report).splitlines()
+    assert head.split() == [*_HEAD]
+    assert rows[0].split()[:4] == ["net.words.weight", "(5,", "4)", "random"]
+    assert len(rows) == 9
 
 
 def test_numbers_are_those_of_prior_and_posterior():
-    _, guide, x, y = make(init_scale=0.03, prior={"head.*": 0.7, "*": 0.5})
-    head, norm = (reported(guide, x, y)[f"net.{name}.weight"] for name in ("head", "norm"))
+    _, guide, x, y = make(init_scale=0.03, prior={"head.*": 0.7, "*": 0.5}, local_reparam=False)
+    found = reported(guide, x, y)
+    head, norm = (found[f"net.{name}.weight"] for name in ("head", "norm"))
     assert (head.shape, head.parameters, head.posterior) == ((3, 4), 24, "MeanField")
     assert (head.prior, head.scale) == pytest.approx((0.7, 0.03))
     assert (norm.prior, norm.scale, norm.parameters) == (None, None, 4)
+    assert found["net.plain.weight"].why == "local_reparam=False"
 
 
-def test_drawn_weights_say_that_they_were_asked_for():
-    _, guide, x, y = make(local_reparam=False)
-    assert reported(guide, x, y)["net.plain.weight"].why == "local_reparam=False"
-    _, guide, x, y = make(ps.MatrixNormalGuide)
-    assert reported(guide, x, y)["net.plain.weight"].drawn in ("outputs", "factors", "weight")
-
-
-def test_points_and_joined_biases():
-    model = make_regressor()
+def test_points_and_joined_biases_and_weights_that_are_drawn_together():
     families = {"net.0.*": PointEstimate(), "*.weight": FullCovariance(join_bias=True)}
-    guide = ps.StructuredGuide(model, {**families, "*": MeanField()})
-    x, y = regression_data()
-    found = reported(guide, x, y)
+    guide = ps.StructuredGuide(make_regressor(), {**families, "*": MeanField()})
+    found = reported(guide, *regression_data())
     first = found["net.0.weight"]
-    assert (first.state, first.drawn, first.why, first.scale) == (
-        "point",
-        "weight",
-        "a point",
-        None,
-    )
+    point = ("point", "weight", "a point", None)
+    assert (first.state, first.drawn, first.why, first.scale) == point
     weights = [each for each in found.values() if each.posterior == "FullCovariance"]
     biases = [each for each in found.values() if each.posterior.startswith("with ")]
     assert len(weights) == len(biases) > 0
@@ -108,65 +102,25 @@ def test_points_and_joined_biases():
     assert {each.parameters for each in biases} == {0}
     total = sum(each.parameters for each in found.values())
     assert total == sum(each.numel() for each in guide.parameters())
-
-
-def test_rows_that_are_not_examples_are_told_under_exact():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
-
-    model = ps.Classifier(ps.bayesianize(Flat(), 1.0), num_data=6)
-    guide = ps.MeanFieldGuide(model, local_reparam="exact")
-    found = reported(guide, torch.randn(6, 4, 3), torch.zeros(6, dtype=torch.long))
-    assert found["net.layer.weight"].why == "rows that are not examples"
-    with pytest.warns(OtherRowsWarning):
-        ps.MeanFieldGuide(model).report(torch.randn(6, 4, 3), torch.zeros(6, dtype=torch.long))
-
-
-def test_a_report_changes_nothing():
-    _, guide, x, y = make()
-    before = torch.get_rng_state()
-    with poutine.trace() as trace:
-        guide.report(x, y)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not trace.trace.nodes
-
-
-def test_it_is_printed_as_a_table():
-    _, guide, x, y = make()
-    head, *rows = str(guide.report(x, y)).splitlines()
-    assert head.split() == [*_HEAD]
-    assert rows[0].split()[:4] == ["net.words.weight", "(5,", "4)", "random"]
-    assert len(rows) == 9
-
-
-@pytest.mark.parametrize("name", GUIDES | POINTS)
-def test_every_structure_is_reported(name):
-    """Each of its numbers once, with the scale at which it starts."""
-    guide = (GUIDES | POINTS)[name](make_regressor())
-    report = guide.report(*regression_data()).parameters
-    assert sorted(each.name for each in report) == sorted(guide.site_names)
-    own = guide.posteriors.values()
-    assert all(each.scale is None or 0 < each.scale < 1 for each in report)
-    assert sum(each.parameters for each in report) == sum(
-        value.numel() for posterior in own for value in posterior.parameters()
-    )
-
-
-def test_weights_that_are_drawn_together_are_reported():
     families = {"*.weight": InducingWeights((3, 2), posterior=MatrixNormalFamily(), shared=True)}
     guide = ps.StructuredGuide(make_regressor(), {**families, "*": MeanField()})
     found = reported(guide, *regression_data())
     weights = [each for name, each in found.items() if name.endswith("weight")]
-    assert {each.posterior for each in weights} == {"InducingWeights"}
-    assert {each.scale for each in weights} == {
-        None
-    }  # that given the shared draw would be too small
-    assert {each.drawn for each in weights} == {"outputs"}
+    # The scale given the shared draw would be too small.
+    kinds = {(each.posterior, each.scale, each.drawn) for each in weights}
+    assert kinds == {("InducingWeights", None, "outputs")}
+
+
+def test_every_structure_is_reported():
+    """Each of its numbers once, with the scale at which it starts."""
+    model, data = make_regressor(), regression_data()
+    for name, make_guide in (GUIDES | POINTS).items():
+        guide = make_guide(model)
+        report = guide.report(*data).parameters
+        assert sorted(each.name for each in report) == sorted(guide.site_names), name
+        assert all(each.scale is None or 0 < each.scale < 1 for each in report), name
+        own = (value for posterior in guide.posteriors.values() for value in posterior.parameters())
+        assert sum(each.parameters for each in report) == sum(map(torch.numel, own)), name
 
 
 def test_frozen_parameters_are_not_copied_to_be_put_back(monkeypatch):
@@ -180,6 +134,11 @@ def test_frozen_parameters_are_not_copied_to_be_put_back(monkeypatch):
     net[0].requires_grad_(False)
     model = ps.Classifier(ps.bayesianize(net, 0.5, False), num_data=6)
     x, y = torch.randn(6, 7), torch.randint(3, (6,))
-    ps.fit(model, ps.MeanFieldGuide(model), (x, y), num_steps=2, progress=False)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    cloned.clear()
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(x, y)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    ps.fit(model, guide, (x, y), num_steps=2, progress=False)
     assert (7,) in cloned  # running statistics
     assert (7, 7) not in cloned

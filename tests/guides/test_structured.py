@@ -1,62 +1,56 @@
-"""StructuredGuide: choosing families, starting values, uses, Pyro's interfaces, saving."""
+"""StructuredGuide: choosing families, starting values, predictions, saved states and copies."""
 
 import copy
+import pickle
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import SVI, Predictive
 from pyro.infer.autoguide.initialization import init_to_mean, init_to_value
 from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
-from tests.models import make_regressor, regression_data
-
-ELBOS = [ps.StructuredELBO, TraceMeanField_ELBO, Trace_ELBO]
+from tests.models import linear_function, make_regressor, regression_data
 
 
 def make_svi(model, guide, elbo=None, lr=1e-2):
     return SVI(model, guide, pyro.optim.Adam({"lr": lr}), loss=elbo or ps.StructuredELBO())
 
 
-# ---- choosing families ---------------------------------------------------------------------------
-
-
 def test_the_first_matching_pattern_wins():
-    guide = ps.StructuredGuide(
-        make_regressor(),
-        {
-            "net.0.*": KTied(3, join_bias=False),
-            "*.weight": KTied(1, join_bias=False),
-            "*": MeanField(),
-        },
-    )
+    model = make_regressor(noise_scale=dist.HalfNormal(1.0))
+    own = {"net.0.*": KTied(3, join_bias=False), "*.weight": KTied(1, join_bias=False)}
+    guide = ps.StructuredGuide(model, {**own, "*": MeanField()})
     families = {name: guide[name].family for name in guide.site_names}
     assert families == {
         "net.0.weight": KTied(3, join_bias=False),
         "net.0.bias": MeanField(),  # KTied(3) cannot serve a vector; the next match does
         "net.2.weight": KTied(1, join_bias=False),
         "net.2.bias": MeanField(),
+        "noise_scale": TransformedMeanField(),
     }
 
 
-def test_vectors_and_constrained_sites_get_defaults():
-    model = make_regressor(noise_scale=dist.HalfNormal(1.0))
-    guide = ps.StructuredGuide(model, {"*": KTied(2, join_bias=False)})
-    assert guide["net.0.bias"].family == MeanField()
-    assert guide["noise_scale"].family == TransformedMeanField()
-
-
-def test_an_unserved_weight_is_an_error_that_lists_sites():
-    with pytest.raises(ValueError, match=r"weights \['net.2.weight'\].*'net.2.bias'"):
-        ps.StructuredGuide(make_regressor(), {"net.0.*": KTied(2)})
-
-
-def test_a_family_named_outright_must_serve_the_site():
-    with pytest.raises(ValueError, match=r"KTied\(rank=2\) needs a real weight of at least two"):
-        ps.StructuredGuide(make_regressor(), {"net.0.bias": KTied(2), "*": MeanField()})
+@pytest.mark.parametrize(
+    ("families", "options", "message"),
+    [
+        ({"net.0.*": KTied(2)}, {}, r"weights \['net.2.weight'\].*'net.2.bias'"),
+        (
+            *({"net.0.bias": KTied(2), "*": MeanField()}, {}),
+            r"KTied\(rank=2\) needs a real weight of at least two",
+        ),
+        (
+            *({"*": MeanField()}, {"init_loc_fn": lambda site: torch.zeros(2)}),
+            r"shape \(5, 3\) for the site 'net.0.weight', but got \(2,\)",
+        ),
+    ],
+)
+def test_wrong_families_and_options_are_refused(families, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ps.StructuredGuide(make_regressor(), families, **options)
 
 
 def test_a_pattern_without_a_site_is_an_error_before_the_first_step():
@@ -69,31 +63,13 @@ def test_a_pattern_without_a_site_is_an_error_before_the_first_step():
     assert all(torch.equal(before[key], value) for key, value in guide.state_dict().items())
 
 
-def test_a_model_without_latent_sites_is_an_error():
+def test_a_model_without_latent_sites_or_with_a_discrete_one_is_an_error():
     model = ps.Regressor(nn.Linear(3, 1), num_data=12, noise_scale=0.1)
     with pytest.raises(ValueError, match=r"no latent site.*bayesianize\(net, prior=1.0\)"):
         ps.KTiedGuide(model).initialize(*regression_data())
-
-
-def test_a_discrete_latent_is_an_error_that_says_what_to_write():
-    def model():
-        pyro.sample("coin", dist.Bernoulli(0.5))
-
+    coin = lambda: pyro.sample("coin", dist.Bernoulli(0.5))  # noqa: E731
     with pytest.raises(ValueError, match=r"'coin' is discrete.*hide=\['coin'\].*enumeration"):
-        ps.MeanFieldGuide(model).initialize()
-
-
-def test_local_reparam_must_be_known():
-    with pytest.raises(ValueError, match='`local_reparam` must be True, False, "exact" or'):
-        ps.KTiedGuide(make_regressor(), local_reparam="sometimes")
-
-
-def test_a_family_must_be_a_family():
-    with pytest.raises(TypeError, match=r"`families\['\*'\]` must be a Family, but got the class"):
-        ps.StructuredGuide(make_regressor(), {"*": ps.KTiedGuide})
-
-
-# ---- starting values -----------------------------------------------------------------------------
+        ps.MeanFieldGuide(coin).initialize()
 
 
 def test_means_start_at_the_nets_own_weights():
@@ -136,8 +112,44 @@ def test_init_loc_fn_is_pyros():
     )
 
 
-def test_init_loc_fn_must_return_the_sites_shape():
-    with pytest.raises(
-        ValueError, match=r"shape \(5, 3\) for the site 'net.0.weight', but got \(2,\)"
+def test_predicting_from_a_guide_that_knows_no_site_is_an_error():
+    guide, x = ps.MeanFieldGuide(linear_function), torch.zeros(2, 3)
+    message = r"knows no latent site yet.*call `guide.initialize\(...\)`"
+    for attempt in (
+        lambda: Predictive(linear_function, guide=guide, num_samples=2)(x),
+        lambda: ps.predict(linear_function, guide, x),
+        guide.draw,
     ):
-        ps.KTiedGuide(make_regressor(), init_loc_fn=lambda site: torch.zeros(2))
+        with pytest.raises(RuntimeError, match=message):
+            attempt()
+
+
+def test_a_pickle_carries_no_data_and_no_model():
+    model, data = make_regressor(size=10_000), regression_data(size=10_000)
+    guide = ps.KTiedGuide(model, init_loc_fn=lambda site: torch.zeros(site["fn"].shape()))
+    make_svi(model, guide).step(*data)
+    payload = pickle.dumps(guide)
+    assert len(payload) < 20_000
+    loaded = pickle.loads(payload)
+    assert (loaded.model, loaded.init_loc_fn) == (None, None)
+    assert copy.deepcopy(guide).init_loc_fn is guide.init_loc_fn
+    assert guide.model is model
+    assert loaded.draw().keys() == guide.draw().keys()
+    with pytest.raises(RuntimeError, match="unpickled without its model"):
+        pickle.loads(payload).initialize(*data)
+    make_svi(model, loaded).step(*data)
+
+
+def test_sites_of_functions_come_in_the_order_of_execution_whatever_their_names():
+    names = ["last", "first", "a.b", "a/b", "values", "training"]
+
+    def model():
+        for name in names:
+            pyro.sample(name, dist.Normal(0.0, 1.0))
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize()
+    assert guide.site_names == [*guide.draw()] == names
+    assert len(list(guide.parameters())) == 2 * len(names)
+    with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
+        guide["net.9.weight"]

@@ -7,9 +7,10 @@ from torch import nn
 from torch.autograd.functional import jacobian as jacobian_of
 
 import pyro_structvi as ps
-from pyro_structvi.distributions import LowRankNormal, MatrixNormal, MeanFieldNormal, RowwiseNormal
+from pyro_structvi.distributions import MeanFieldNormal, RowwiseNormal
 from pyro_structvi.structures.mean_field import LogScaleNormal
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
+from tests.distributions.cases import make_low_rank, make_matrix_normal
 from tests.lazy_weights import k_tied_normal, lazy
 from tests.unit_noise import assert_close, unit_draws
 
@@ -20,30 +21,13 @@ def mean_field(*shape):
     return MeanFieldNormal(torch.randn(shape), torch.rand(shape) + 0.1)
 
 
-def log_scale(*shape):
-    return LogScaleNormal(torch.randn(shape), torch.randn(shape))
-
-
-def low_rank(*shape):
-    return LowRankNormal(torch.randn(shape), torch.randn(2, *shape), torch.rand(shape) + 0.1)
-
-
-def isotropic(*shape):
-    return LowRankNormal(torch.randn(shape), torch.randn(2, *shape), torch.tensor(0.3))
-
-
-def matrix_normal(*shape):
-    factors = (torch.randn(n, n).tril(-1) + torch.diag(torch.rand(n) + 0.5) for n in shape)
-    return MatrixNormal(torch.randn(shape), *factors)
-
-
 TRANSPOSABLE = {
     "mean field": mean_field,
-    "log scale": log_scale,
+    "log scale": lambda *shape: LogScaleNormal(torch.randn(shape), torch.randn(shape)),
     "k-tied": lambda *shape: k_tied_normal(shape),
-    "low rank": low_rank,
-    "isotropic low rank": isotropic,
-    "matrix normal": matrix_normal,
+    "low rank": lambda *shape: make_low_rank(2)((), shape, torch.float64),
+    "isotropic low rank": lambda *shape: make_low_rank(2, True)((), shape, torch.float64),
+    "matrix normal": lambda *shape: make_matrix_normal((), shape, torch.float64),
 }
 INDEPENDENT = ("mean field", "log scale", "k-tied")
 
@@ -104,6 +88,19 @@ TRANSPOSED_CONVOLUTIONS = {
     2: (F.conv_transpose2d, {"stride": (2, 1), "dilation": (1, 2)}),
     3: (F.conv_transpose3d, {}),
 }
+
+
+OTHER_CALLS = [
+    lambda w: torch.addmm(torch.ones(OUT), torch.ones(ROWS, IN), w, beta=2),
+    lambda w: torch.addmm(torch.ones(ROWS, OUT), torch.ones(ROWS, IN), w),
+    lambda w: torch.addmm(torch.ones(1), torch.ones(ROWS, IN), w),
+    lambda w: w @ torch.ones(OUT, 2),
+    lambda w: torch.einsum("ii,io->io", torch.ones(IN, IN), w),
+    lambda w: torch.einsum("bi,io->b", torch.ones(ROWS, IN), w),
+    lambda w: torch.einsum("...i,io->...o", torch.ones(ROWS, IN), w),
+    lambda w: w.transpose(0, 1) + 1,
+    lambda w: w[0] * 2,
+]
 
 
 def covariance_of_outputs(function, x, q):
@@ -168,40 +165,18 @@ def test_a_transposed_convolution_draws_its_outputs(dim, structure):
     assert_close(found.covariance.diagonal(), covariance_of_outputs(call, x, q).diagonal())
 
 
-def test_a_structure_that_does_not_survive_the_order_is_drawn_once():
-    q = RowwiseNormal(torch.randn(IN, OUT), torch.eye(OUT).expand(IN, OUT, OUT))
-    x = torch.randn(ROWS, IN)
-    weight = lazy(q)
-    outputs = x @ weight
-    assert weight.is_drawn
-    torch.testing.assert_close(outputs, x @ weight.draw())
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda w: torch.addmm(torch.ones(OUT), torch.ones(ROWS, IN), w, beta=2),
-        lambda w: torch.addmm(torch.ones(ROWS, OUT), torch.ones(ROWS, IN), w),
-        lambda w: torch.addmm(torch.ones(1), torch.ones(ROWS, IN), w),
-        lambda w: w @ torch.ones(OUT, 2),
-        lambda w: torch.einsum("ii,io->io", torch.ones(IN, IN), w),
-        lambda w: torch.einsum("bi,io->b", torch.ones(ROWS, IN), w),
-        lambda w: torch.einsum("...i,io->...o", torch.ones(ROWS, IN), w),
-        lambda w: w.transpose(0, 1) + 1,
-        lambda w: w[0] * 2,
-    ],
-)
-def test_other_calls_draw_the_weight(call):
-    weight = lazy(mean_field(IN, OUT))
-    value = call(weight)
-    assert weight.is_drawn
-    torch.testing.assert_close(value, call(weight.draw()))
-
-
-def test_a_transposed_convolution_in_groups_draws_the_weight():
-    weight = lazy(mean_field(IN, 1, OUT))
-    F.conv_transpose1d(torch.ones(2, IN, 5), weight, groups=IN)
-    assert weight.is_drawn
+def test_other_calls_draw_the_weight():
+    rowwise = RowwiseNormal(torch.randn(IN, OUT), torch.eye(OUT).expand(IN, OUT, OUT))
+    grouped = lambda w: F.conv_transpose1d(torch.ones(2, IN, 5), w, groups=IN)  # noqa: E731
+    for q, call in (
+        *((mean_field(IN, OUT), call) for call in OTHER_CALLS),
+        (rowwise, lambda w: torch.ones(ROWS, IN) @ w),
+        (mean_field(IN, 1, OUT), grouped),
+    ):
+        weight = lazy(q)
+        value = call(weight)
+        assert weight.is_drawn
+        torch.testing.assert_close(value, call(weight.draw()))
 
 
 def test_two_views_of_one_weight_are_one_weight():
@@ -224,9 +199,6 @@ def test_an_expert_met_twice_is_refused_and_so_is_the_stack_after_it():
         F.linear(x, weight[0])
     with pytest.raises(RuntimeError, match="more often"):
         weight.sum()
-
-
-def test_a_stack_whose_outputs_were_drawn_has_no_experts_left():
     weight = lazy(mean_field(STACK, IN, OUT))
     assert weight[0].shape == (IN, OUT)  # this is no use
     torch.bmm(torch.ones(STACK, ROWS, IN), weight)
@@ -251,25 +223,17 @@ class Experts(nn.Module):
         return outputs + (x @ self.weight[0] if self.twice else 0)
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_uses_of_experts_count_apart(twice):
+@pytest.mark.parametrize(
+    ("twice", "local_reparam", "is_lazy"),
+    [(False, True, True), (True, True, False), (False, "exact", False)],
+)
+def test_uses_of_experts_count_apart(twice, local_reparam, is_lazy):
+    """Experts have no rows that are examples: nothing to warn of, but "exact" draws them."""
     model = ps.Regressor(ps.bayesianize(Experts(twice), 1.0), num_data=4, noise_scale=1.0)
-    guide = ps.MeanFieldGuide(model)
+    guide = ps.MeanFieldGuide(model, local_reparam=local_reparam)
     x, y = torch.randn(4, IN), torch.randn(4, OUT)
     guide.initialize(x, y)
     with DelayDraws():
-        weight = guide(x, y)["net.weight"]
-    assert (type(weight) is LazyWeight) == (not twice)
-    loss = ps.StructuredELBO().differentiable_loss(model, guide, x, y)
-    loss.backward()
+        assert (type(guide(x, y)["net.weight"]) is LazyWeight) == is_lazy
+    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
     assert all(value.grad.isfinite().all() for value in guide.parameters())
-
-
-def test_experts_have_no_rows_that_are_examples():
-    """Which is nothing to warn of, but "exact" draws them."""
-    model = ps.Regressor(ps.bayesianize(Experts(), 1.0), num_data=4, noise_scale=1.0)
-    guide = ps.MeanFieldGuide(model, local_reparam="exact")
-    x, y = torch.randn(4, IN), torch.randn(4, OUT)
-    guide.initialize(x, y)
-    with DelayDraws():
-        assert type(guide(x, y)["net.weight"]) is torch.Tensor

@@ -35,16 +35,12 @@ def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class Scripted(nn.Linear):
-    """Applies its weight in TorchScript."""
-
     def forward(self, x):
         function = vars(self).setdefault("function", torch.jit.script(scripted))
         return function(x, self.weight) + self.bias
 
 
 class Jagged(nn.Linear):
-    """Takes its inputs as a nested tensor."""
-
     def forward(self, x):
         rows = torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged)
         return super().forward(rows).values()
@@ -89,15 +85,9 @@ JOINED = partial(ps.MatrixNormalGuide, join_bias=True)
 def test_so_is_one_that_would_be_applied_in_factors_or_with_its_bias(guide, local_reparam):
     """Factors are a way to apply a drawn weight, and wait for its input, too."""
     own = gradients(*make(OwnFunction, guide, local_reparam=local_reparam))
-    (mean,) = (
-        value
-        for name, value in own.items()
-        if name.endswith(("2/weight.loc", "inducing_loc")) and "net/2" in name
-    )
+    ends = "2/weight.loc", "inducing_loc"
+    (mean,) = (value for name, value in own.items() if name.endswith(ends) and "net/2" in name)
     assert mean.abs().sum() > 1
-
-
-def test_layers_that_are_drawn_given_the_ones_before_refuse_it():
     with pytest.raises(RuntimeError, match=r"weights \['net.2.weight'\].*another family"):
         make(OwnFunction, partial(ps.GlobalInducingGuide, inputs=regression_data()[0]))
 
@@ -133,23 +123,19 @@ def test_a_weight_that_no_gradient_leads_to_is_refused(layer, sites, local_repar
 class Skipping(nn.Linear):
     """Computes what nothing is made of, as a head that another task has."""
 
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.unused = nn.Linear(*sizes)
+
     def forward(self, x):
         self.unused(x)
         return super().forward(x)
 
 
-def test_a_layer_that_decides_nothing_may_have_no_gradient():
-    def layer(*sizes):
-        made = Skipping(*sizes)
-        made.unused = nn.Linear(*sizes)
-        return made
-
-    _, guide = make(layer)
+def test_a_layer_or_a_scale_of_a_prior_that_decides_nothing_may_have_no_gradient():
+    _, guide = make(Skipping)
     guide.initialize(*regression_data())
     assert guide.uses["net.2.unused.weight"].allows_outputs
-
-
-def test_so_may_a_scale_that_only_a_prior_has():
     guide = ps.MeanFieldGuide(hierarchical_function)
     guide.initialize(*regression_data())
     assert guide.uses["weight"].allows_outputs

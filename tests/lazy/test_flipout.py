@@ -55,9 +55,6 @@ def with_signs(draw, *patterns):
     return run
 
 
-# ---- the distribution ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_the_outputs_of_an_example_have_the_distribution_of_a_drawn_weight(make, geometry):
     groups = geometry.get("groups", 1)
@@ -104,45 +101,29 @@ def test_the_signs_of_either_side_leave_examples_uncorrelated(make, part):
     assert_close(total, torch.zeros(2, 2))
 
 
-# ---- where it is used ----------------------------------------------------------------------------
-
-
-def of_ones(weight, function, *shape, bias=None):
-    """Return the outputs for three examples of ones, of one channel each."""
-    return function(torch.ones(3, *shape), weight, bias).flatten()
-
-
 def standard_normal(*shape):
     return MeanFieldNormal(torch.zeros(shape), torch.tensor(1.0))
 
 
-def same_size(outputs):
-    return torch.equal(outputs.abs(), outputs[0].abs().expand(outputs.shape))
+def test_a_lazy_weight_takes_it_for_positions_of_independent_elements():
+    """The outputs of three examples of ones, of one channel each, then have one size."""
 
+    def outputs(q, function, *shape, bias=None, local_reparam="flipout"):
+        weight = lazy(q, local_reparam=local_reparam)
+        values = function(torch.ones(3, *shape), weight, bias).flatten()
+        return values, torch.equal(values.abs(), values[0].abs().expand(3)), weight.is_drawn
 
-def test_a_lazy_weight_takes_it_for_positions_only():
-    conv = lazy(standard_normal(1, 1, 1), local_reparam="flipout")
-    assert same_size(of_ones(conv, F.conv1d, 1, 1))
-    assert not conv.is_drawn
-    sequence = lazy(standard_normal(1, 1), local_reparam="flipout")
-    assert same_size(of_ones(sequence, F.linear, 1, 1))
-    assert not same_size(of_ones(lazy(standard_normal(1, 1), local_reparam="flipout"), F.linear, 1))
-    assert not same_size(of_ones(lazy(standard_normal(1, 1, 1)), F.conv1d, 1, 1))
-
-
-def test_it_is_for_independent_elements():
+    assert outputs(standard_normal(1, 1, 1), F.conv1d, 1, 1)[1:] == (True, False)
+    assert outputs(standard_normal(1, 1), F.linear, 1, 1)[1:] == (True, False)
+    assert outputs(standard_normal(1, 1), F.linear, 1)[1:] == (False, False)
+    plain = outputs(standard_normal(1, 1, 1), F.conv1d, 1, 1, local_reparam=True)
+    assert plain[1:] == (False, False)
     q = LowRankNormal(torch.zeros(1, 1, 1), torch.ones(1, 1, 1, 1), torch.tensor(1.0), event_dim=3)
-    weight = lazy(q, local_reparam="flipout")
-    outputs = of_ones(weight, F.conv1d, 1, 1)
-    assert weight.is_drawn
-    assert torch.equal(outputs, outputs[0].expand(3))
-
-
-def test_a_random_bias_is_drawn_for_each_example():
-    weight = lazy(
-        MeanFieldNormal(torch.zeros(1, 1, 1), torch.tensor(1e-9)), local_reparam="flipout"
-    )
+    values, _, is_drawn = outputs(q, F.conv1d, 1, 1)
+    assert is_drawn
+    assert torch.equal(values, values[0].expand(3))
     bias = lazy(standard_normal(1), "bias", local_reparam="flipout")
-    outputs = of_ones(weight, F.conv1d, 1, 1, bias=bias)
+    narrow = MeanFieldNormal(torch.zeros(1, 1, 1), torch.tensor(1e-9))
+    values, *_ = outputs(narrow, F.conv1d, 1, 1, bias=bias)
     assert not bias.is_drawn
-    assert len(outputs.round(decimals=6).unique()) == 3
+    assert len(values.round(decimals=6).unique()) == 3

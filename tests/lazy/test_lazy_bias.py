@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES
-from tests.lazy_weights import CONVOLUTIONS, IN, OUT, bias_normal, lazy, narrow_normal
+from tests.lazy_weights import IN, OUT, bias_normal, lazy, narrow_normal
 from tests.unit_noise import assert_draws
 
 BY_NAME = {case.name: case for case in CASES}
@@ -32,43 +32,28 @@ def test_a_lazy_bias_adds_its_distribution_to_the_outputs(case, bias_case):
     )
 
 
-def layers_with_positions():
-    """Return calls that show their bias, with the channels as the second dimension."""
-
-    def linear(x, bias):
-        return F.linear(x, lazy(narrow_normal(OUT, 2)), bias).movedim(-1, 1)
-
-    def convolution(dim):
-        def call(x, bias):
-            kernel = lazy(narrow_normal(OUT, 2, *(1,) * dim))
-            return CONVOLUTIONS[dim](x.movedim(-1, 1), kernel, bias)
-
-        return call
-
-    return {"linear, two dimensions": (linear, (3, 2)), "conv2d": (convolution(2), (3, 2))}
+def linear(x, bias):
+    """Show a bias, with the channels as the second dimension."""
+    return F.linear(x, lazy(narrow_normal(OUT, 2)), bias).movedim(-1, 1)
 
 
-LAYERS = layers_with_positions()
+def convolution(x, bias):
+    return F.conv2d(x.movedim(-1, 1), lazy(narrow_normal(OUT, 2, 1, 1)), bias)
 
 
-@pytest.mark.parametrize(("layer", "space"), LAYERS.values(), ids=LAYERS.keys())
-def test_the_positions_of_an_example_share_the_draw_of_the_bias(layer, space):
-    prior, x, count = bias_normal(), torch.randn(2, *space, 2), torch.Size(space).numel()
-    variance = torch.diag(prior.scale.square())
+def unbatched(x, bias):
+    image = x[0].movedim(-1, 0)
+    return F.conv2d(image, lazy(narrow_normal(OUT, 2, 1, 1)), bias).unsqueeze(0)
+
+
+@pytest.mark.parametrize("layer", [linear, convolution, unbatched])
+def test_the_positions_of_an_example_share_the_draw_of_the_bias(layer):
+    prior, x = bias_normal(), torch.randn(2, 3, 2, 2)
+    variance, count = torch.diag(prior.scale.square()), 1 if layer is unbatched else 2
     assert_draws(
         lambda: layer(x, lazy(prior, "bias")).flatten(2),
         prior.loc.unsqueeze(-1),
-        torch.kron(variance, torch.ones(count, count)).expand(2, -1, -1),
+        torch.kron(variance, torch.ones(6, 6)).expand(count, -1, -1),
     )
     layer(x, bias := lazy(prior, "bias"))
-    assert not bias.is_drawn
-
-
-def test_the_positions_of_an_unbatched_input_share_the_draw_of_the_bias():
-    kernel, bias = lazy(narrow_normal(OUT, 2, 1, 1)), lazy(bias_normal(), "bias")
-    outputs = F.conv2d(torch.randn(2, 3, 3), kernel, bias)
-    assert outputs.shape == (OUT, 3, 3)
-    outputs = outputs.flatten(1)
-    assert (outputs - outputs[:, :1]).abs().max() < 1e-7
-    assert (outputs[:, 0] != bias.distribution.loc).all()
     assert not bias.is_drawn

@@ -1,10 +1,13 @@
-"""Rows that are not examples, and nets differentiated inside a model: the weight must be one weight."""
+"""Rows that are not examples, examples that meet, nets that are differentiated: one weight for all."""
+
+import random
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from pyro.nn import PyroModule
 from torch import nn
 
 import pyro_structvi as ps
@@ -12,131 +15,91 @@ from pyro_structvi.sites.finding import OtherRowsWarning
 from tests.models import make_regressor, regression_data
 
 
-class Nodes(nn.Module):
-    """A graph convolution, of whose nodes some are observed."""
-
-    def __init__(self):
+class Applies(nn.Module):
+    def __init__(self, layer, apply):
         super().__init__()
-        self.layer = nn.Linear(3, 1)
+        self.layer, self.apply_layer = layer, apply
         self.adjacency = torch.rand(7, 7).softmax(-1)
 
     def forward(self, x):
-        return (self.adjacency @ self.layer(x))[:4]
+        return self.apply_layer(self, x)
 
 
-class Steps(nn.Module):
-    """Time steps in a row, as a text's tokens are sent through a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.layer(x.flatten(0, 1)).reshape(x.shape[:2]).sum(-1, keepdim=True)
+def in_a_row(net, x):
+    """Send time steps or tokens through a layer as rows."""
+    rows = x.flatten(0, 1) if x.is_floating_point() else x.flatten()
+    return net.layer(rows).reshape(x.shape[:2]).sum(-1, keepdim=True)
 
 
-class Tokens(nn.Module):
-    """The same after an embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(5, 1)
-
-    def forward(self, x):
-        return self.table(x.flatten()).reshape(x.shape).sum(-1, keepdim=True)
+def routed(net, x):
+    """Show an expert a part of the examples."""
+    return torch.cat([net.layer(x[:3]), x[3:, :1]])
 
 
-class Routed(nn.Module):
-    """An expert that sees a part of the examples."""
-
-    def __init__(self):
-        super().__init__()
-        self.expert = nn.Linear(3, 1)
-
-    def forward(self, x):
-        return torch.cat([self.expert(x[:3]), x[3:, :1]])
-
-
-class AllNodes(Nodes):
-    """A graph whose nodes are all observed: as many rows as examples, and yet mixed."""
-
-    def forward(self, x):
-        return self.adjacency @ self.layer(x)
-
-
+LINEAR = lambda: nn.Linear(3, 1)  # noqa: E731
 CASES = {
-    "nodes that are all observed": (AllNodes, torch.ones(7, 3), 7),
-    "nodes of a graph": (Nodes, torch.ones(7, 3), 4),
-    "time steps": (Steps, torch.ones(4, 5, 3), 4),
-    "tokens": (Tokens, torch.ones(4, 5, dtype=torch.long), 4),
-    "routed": (Routed, torch.ones(4, 3), 4),
+    "nodes of a graph that are all observed": (
+        *(LINEAR, lambda net, x: net.adjacency @ net.layer(x)),
+        *(torch.ones(7, 3), 7),
+    ),
+    "nodes of a graph": (
+        *(LINEAR, lambda net, x: (net.adjacency @ net.layer(x))[:4]),
+        *(torch.ones(7, 3), 4),
+    ),
+    "time steps": (LINEAR, in_a_row, torch.ones(4, 5, 3), 4),
+    "tokens": (lambda: nn.Embedding(5, 1), in_a_row, torch.ones(4, 5, dtype=torch.long), 4),
+    "routed": (LINEAR, routed, torch.ones(4, 3), 4),
 }
-EVERY_CASE = pytest.mark.parametrize(("net", "x", "size"), CASES.values(), ids=CASES)
 
 
-def terms(net, x, size, local_reparam):
-    torch.manual_seed(0)
-    x = x.double() if x.is_floating_point() else x
-    model = ps.Regressor(ps.bayesianize(net(), prior=1.0), size, 0.5)
-    guide = ps.MeanFieldGuide(model, init_scale=0.3, local_reparam=local_reparam)
-    data = x, torch.zeros(size, 1)
-    guide.initialize(*data)
-    torch.manual_seed(1)
-    return ps.StructuredELBO().terms(model, guide, *data).log_likelihood["obs"]
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_are_not_examples_are_said_once_or_have_a_drawn_weight(case):
+    make_layer, apply, x, size = CASES[case]
 
+    def log_likelihood(local_reparam):
+        torch.manual_seed(0)
+        net = ps.bayesianize(Applies(make_layer(), apply), prior=1.0)
+        model = ps.Regressor(net, size, 0.5)
+        guide = ps.MeanFieldGuide(model, init_scale=0.3, local_reparam=local_reparam)
+        data = x.double() if x.is_floating_point() else x, torch.zeros(size, 1)
+        guide.initialize(*data)
+        if local_reparam == "exact" and case == "time steps":
+            (found,) = (p for p in guide.report(*data).parameters if p.name == "net.layer.weight")
+            assert found.why == "rows that are not examples"
+        torch.manual_seed(1)
+        return ps.StructuredELBO().terms(model, guide, *data).log_likelihood["obs"]
 
-@EVERY_CASE
-def test_the_weight_is_drawn_where_the_joint_distribution_is_promised(net, x, size):
-    assert terms(net, x, size, "exact") == terms(net, x, size, False)
-    if net is Steps:
-        assert terms(net, x, size, "flipout") == terms(net, x, size, False)
-
-
-@EVERY_CASE
-def test_by_default_it_is_said_once(net, x, size):
-    if net is AllNodes:  # as many rows as examples, so the weights are drawn
-        assert terms(net, x, size, True) == terms(net, x, size, False)
+    expected = log_likelihood(False)
+    assert log_likelihood("exact") == expected
+    if case == "time steps":
+        assert log_likelihood("flipout") == expected
+    if "all" in case:  # as many rows as examples, so the weights are drawn
+        assert log_likelihood(True) == expected
         return
-    layer = "table" if net is Tokens else "expert" if net is Routed else "layer"
-    with pytest.warns(OtherRowsWarning, match=rf"weights at \['net.{layer}.weight'\].*\"exact\""):
-        assert terms(net, x, size, True) != terms(net, x, size, False)
-
-
-class Apart(nn.Module):
-    """Layers of many kinds that leave examples apart; the batch normalization only in evaluation."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
-        self.norms = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Dropout(0.5))
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.norms(self.first(x))))
+    with pytest.warns(OtherRowsWarning, match=r"weights at \['net.layer.weight'\].*\"exact\""):
+        assert log_likelihood(True) != expected
 
 
 def apart():
-    return ps.Regressor(ps.bayesianize(Apart(), normalization=False), 12, 0.3)
+    """Return layers of many kinds that leave examples apart, batch normalization in evaluation."""
+    norms = nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Dropout(0.5)
+    net = nn.Sequential(nn.Linear(3, 4), *norms, nn.Tanh(), nn.Linear(4, 1))
+    return ps.Regressor(ps.bayesianize(net, normalization=False), 12, 0.3)
 
 
-@pytest.mark.parametrize("make_model", [make_regressor, apart])
+def subsampled(x, y):
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+    with pyro.plate("data", 12, subsample_size=6) as chosen:
+        mean = nn.functional.linear(x[chosen], weight)
+        pyro.sample("obs", dist.Normal(mean, 1.0).to_event(1), obs=y[chosen])
+
+
+@pytest.mark.parametrize("make_model", [make_regressor, apart, lambda: subsampled])
 @pytest.mark.parametrize("local_reparam", [True, "exact"])
 def test_rows_that_are_examples_get_their_outputs_drawn(local_reparam, make_model):
-    model = make_model()
-    guide = ps.MeanFieldGuide(model, local_reparam=local_reparam)
+    guide = ps.MeanFieldGuide(make_model(), local_reparam=local_reparam)
     guide.initialize(*regression_data())
     assert all(use.allows_outputs for use in guide.uses.values())
-
-
-def test_the_number_of_examples_is_that_of_the_pass():
-    def model(x, y):
-        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        with pyro.plate("data", 10, subsample_size=6) as chosen:
-            mean = nn.functional.linear(x[chosen], weight).squeeze(-1)
-            pyro.sample("obs", dist.Normal(mean, 1.0), obs=y[chosen])
-
-    guide = ps.MeanFieldGuide(model, local_reparam="exact")
-    guide.initialize(torch.zeros(10, 3), torch.zeros(10))
-    assert guide.uses["weight"].allows_outputs
 
 
 def test_a_net_differentiated_forwards_is_used_twice():
@@ -151,3 +114,53 @@ def test_a_net_differentiated_forwards_is_used_twice():
     guide = ps.MeanFieldGuide(model)
     guide.initialize(torch.zeros(5, 3), torch.zeros(5, 1))
     assert guide.uses["weight"].count == 2
+
+
+class Contrastive(PyroModule):
+    """Each image finds its text among those of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = ps.bayesianize(nn.Linear(3, 2), prior=1.0)
+        self.text = ps.bayesianize(nn.Linear(4, 2), prior=1.0)
+
+    def forward(self, image, text):
+        logits = self.image(image) @ self.text(text).T
+        with pyro.plate("data", len(image)):
+            pyro.sample("obs", dist.Categorical(logits=logits), obs=torch.arange(len(image)))
+
+
+def make(local_reparam, init_scale=0.7):
+    torch.manual_seed(3)
+    data = torch.randn(6, 3), torch.randn(6, 4)
+    model = Contrastive()
+    guide = ps.MeanFieldGuide(model, init_scale=init_scale, local_reparam=local_reparam)
+    return model, guide, data
+
+
+@pytest.mark.parametrize("local_reparam", [True, "exact"])
+def test_the_weights_are_drawn_and_the_report_says_so(local_reparam):
+    model, guide, data = make(local_reparam)
+    found = {each.name: each for each in guide.report(*data).parameters}
+    for name in ("image.weight", "text.weight"):
+        assert (found[name].drawn, found[name].why) == ("weight", "examples that interact")
+    torch.manual_seed(0)
+    own = ps.StructuredELBO().terms(model, guide, *data).elbo
+    model, guide, data = make(False)
+    guide.initialize(*data)
+    torch.manual_seed(0)
+    assert own == ps.StructuredELBO().terms(model, guide, *data).elbo
+
+
+def test_runs_that_are_compared_have_the_same_random_numbers_of_python():
+    class Dropping(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if random.random() < 0.5 else -x)
+
+    model = ps.Regressor(ps.bayesianize(Dropping(3, 1), prior=1.0), 12, 0.3)
+    for seed in range(8):
+        random.seed(seed)
+        guide = ps.MeanFieldGuide(model)
+        guide.initialize(torch.randn(12, 3), torch.randn(12, 1))
+        assert guide.uses["net.weight"].allows_outputs
+    assert random.random() == random.Random(7).random()

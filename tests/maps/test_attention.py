@@ -9,6 +9,7 @@ import pyro_structvi as ps
 from pyro_structvi.maps.attention import read_attention
 from pyro_structvi.weights.lazy import LazyWeight
 from tests.lazy_weights import lazy, narrow_normal
+from tests.unit_noise import close
 
 BATCH, LENGTH, SIZE, HEADS = 3, 5, 4, 2
 CAUSAL = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
@@ -23,10 +24,6 @@ PADDING_MASKS = {
     "boolean": torch.arange(LENGTH) >= torch.tensor([[5], [3], [4]]),
     "numbers": torch.randn(BATCH, LENGTH, dtype=torch.float64),
 }
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def arguments(x, bias=True, **options):
@@ -59,13 +56,13 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize(("attention", "padding"), MASKS)
-def test_values_are_those_of_torch(attention, padding, need_weights):
+def test_values_are_those_of_torch(attention, padding):
     masks = {"attn_mask": ATTENTION_MASKS[attention], "key_padding_mask": PADDING_MASKS[padding]}
     is_causal = (attention, padding) == ("boolean", "none")
     x = torch.randn(LENGTH, BATCH, SIZE)
-    assert_same(arguments(x, need_weights=need_weights, is_causal=is_causal, **masks))
+    for need_weights in (True, False):
+        assert_same(arguments(x, need_weights=need_weights, is_causal=is_causal, **masks))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -106,9 +103,6 @@ def test_what_is_not_served_is_torchs():
         {"bias_k": torch.zeros(1, 1, SIZE), "bias_v": torch.zeros(1, 1, SIZE)},
     ):
         assert read_attention(**(arguments(x) | options)) is None
-
-
-# ---- lazy weights --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -171,12 +165,10 @@ def drawn_in_a_step(net, monkeypatch, **options):
     return drawn
 
 
-@pytest.mark.parametrize("join_bias", [False, True])
-def test_no_weight_of_self_attention_is_drawn(join_bias, monkeypatch):
-    assert drawn_in_a_step(Attends(cross=False), monkeypatch, join_bias=join_bias) == set()
-
-
-def test_the_packed_weight_of_cross_attention_is_drawn(monkeypatch):
+def test_only_the_packed_weight_of_cross_attention_is_drawn(monkeypatch):
+    for join_bias in (False, True):
+        drawn = drawn_in_a_step(Attends(cross=False), monkeypatch, join_bias=join_bias)
+        assert drawn == set()
     drawn = drawn_in_a_step(Attends(cross=True), monkeypatch)
     assert "net.attention.in_proj_weight" in drawn
     assert "net.head.weight" not in drawn

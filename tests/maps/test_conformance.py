@@ -8,6 +8,9 @@ import torch.nn.functional as F
 
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap, shape_per_example
 from tests import dense_oracles as dense
+from tests.distributions.cases import CONVOLUTION_CASES
+from tests.distributions.subject import arguments, with_arguments
+from tests.unit_noise import close
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 2)}
@@ -16,10 +19,6 @@ OUT, CHANNELS, COUNT = 4, 4, 3
 
 # torch says so for kernels of an even length; they are tested because their padding is lopsided.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, check_stride=False)
 
 
 @pytest.fixture(params=[False, True], ids=["convolves", "multiplies"])
@@ -136,9 +135,18 @@ def test_patches_are_those_of_unfold(geometry):
 
 
 def test_a_weight_meets_every_patch(subject):
-    matrix, bias = subject.randn(OUT), torch.randn(OUT)
-    close(subject.linear_map(subject.x, matrix), subject.outputs(matrix))
-    close(subject.linear_map(subject.x, matrix, bias), subject.outputs(matrix, bias))
+    matrix, bias, x = subject.randn(OUT), torch.randn(OUT), subject.x
+    close(subject.linear_map(x, matrix), subject.outputs(matrix))
+    close(subject.linear_map(x, matrix, bias), subject.outputs(matrix, bias))
+    joined, seen = subject.linear_map.join_bias(x)
+    close(joined(seen, torch.cat([matrix, bias.unsqueeze(-1)], -1)), subject.outputs(matrix, bias))
+    assert joined.has_positions(seen) == subject.linear_map.has_positions(x)
+    without = subject.linear_map.without_positions()
+    outputs = without(x, matrix)
+    close(outputs, subject.outputs(matrix))
+    assert without.has_positions(x) == (not subject.is_last)
+    assert without.event_dim(outputs) == (1 if subject.is_last else 1 + len(subject.positions))
+    assert without.has_bias_column == subject.linear_map.has_bias_column
 
 
 def test_bank_and_mix_are_the_map_of_the_product(subject, multiplies):
@@ -216,14 +224,6 @@ def test_combined_weights_are_a_sum(subject, scales_inputs, monkeypatch):
         close(actual, onto + (factors * images).sum(0))
 
 
-def test_a_joined_bias_is_the_last_column(subject):
-    matrix, bias = subject.randn(OUT), torch.randn(OUT)
-    linear_map, x = subject.linear_map.join_bias(subject.x)
-    joined = torch.cat([matrix, bias.unsqueeze(-1)], -1)
-    close(linear_map(x, joined), subject.outputs(matrix, bias))
-    assert linear_map.has_positions(x) == subject.linear_map.has_positions(subject.x)
-
-
 def test_what_a_map_says_of_its_dimensions(subject):
     linear_map, x = subject.linear_map, subject.x
     outputs = linear_map(x, subject.randn(OUT))
@@ -237,15 +237,6 @@ def test_what_a_map_says_of_its_dimensions(subject):
     shape = shape_per_example(linear_map, x, OUT)
     assert torch.Size(shape).numel() == OUT * x.shape[: subject.batch_dim].numel()
     assert torch.zeros(shape).expand_as(outputs).shape == outputs.shape
-
-
-def test_without_positions_only_a_convolution_has_some(subject):
-    linear_map, matrix = subject.linear_map.without_positions(), subject.randn(OUT)
-    outputs = linear_map(subject.x, matrix)
-    close(outputs, subject.outputs(matrix))
-    assert linear_map.has_positions(subject.x) == (not subject.is_last)
-    assert linear_map.event_dim(outputs) == (1 if subject.is_last else 1 + len(subject.positions))
-    assert linear_map.has_bias_column == subject.linear_map.has_bias_column
 
 
 @pytest.mark.parametrize("join", [False, True], ids=["plain", "bias column"])
@@ -281,3 +272,14 @@ def test_a_map_without_a_required_member_cannot_be_made():
 
     with pytest.raises(TypeError, match=r"abstract methods .*channel_dim.*squared_norm"):
         Incomplete()
+
+
+def test_a_convolution_of_zeros_has_finite_gradients():
+    """Padding alone makes patches of zeros, and rounding may make a variance negative."""
+    linear_map = ConvolutionMap(F.conv2d, (4, 3, 2), padding=1)
+    for case in CONVOLUTION_CASES:
+        q = with_arguments(case.make((), (4, 4, 3, 2), torch.float64), torch.clone)
+        draw = q.image_under(linear_map, torch.zeros(1, 4, 7, 6)).rsample()
+        assert (draw.abs() < 1e-15).all(), case.name
+        for gradient in torch.autograd.grad(draw.sum(), arguments(q)):
+            assert torch.isfinite(gradient).all(), case.name

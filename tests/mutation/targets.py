@@ -14,26 +14,31 @@ MUTATED = (
 # Tests of a module, by its folder and by its name. The contract comes first, since it is quick.
 CONTRACT = "distributions/test_contract"
 TESTS = {
-    "structures": (CONTRACT, "distributions/test_{}", "guides/test_{}"),
+    "structures": (
+        *(CONTRACT, "distributions/test_costs", "distributions/test_{}", "guides/test_{}"),
+    ),
     "structures/inducing": (CONTRACT, "distributions/inducing/test_*", "guides/test_inducing_w*"),
-    "structures/global_inducing": ("guides/test_global_inducing*",),
+    "structures/global_inducing": ("guides/test_global_inducing*", "families/test_guides"),
     "weights": (CONTRACT, "distributions/test_declared_arguments", "lazy/test_*"),
     "maps": ("maps/test_*", "lazy/test_lazy_weight", "lazy/test_embedding"),
     "infer": ("infer/test_elbo*", "infer/test_schedules", "infer/test_vectorized_particles"),
     "dropout": ("guides/test_points",),
     "ensemble": ("distributions/test_point_mixture", "guides/test_points"),
-    "full_covariance": ("distributions/test_full",),
+    "full_covariance": (
+        *("distributions/test_full", "distributions/test_triangles", "guides/test_rowwise"),
+    ),
     "kl_between": ("distributions/test_kl_*",),
+    "matrix_normal": ("guides/test_rowwise",),
     "mean_field": ("guides/test_structured",),
-    "point_estimate": ("guides/test_points", "distributions/test_point_mass"),
+    "mixture": ("guides/test_mixtures", "guides/test_points"),
+    "point_estimate": ("guides/test_points", "distributions/test_site_distributions"),
     "pruned": ("posterior/test_pruning",),
     "site_distributions": (
-        "distributions/test_kl_*",
-        "distributions/test_point_mass",
-        "distributions/test_auxiliary",
+        *("distributions/test_kl_*", "distributions/test_site_distributions"),
+        "guides/test_as_autoguide",
     ),
     "subnetwork": ("guides/test_subnetwork*",),
-    "torch_distributions": ("distributions/test_as_pyros",),
+    "torch_distributions": ("distributions/test_site_distributions", "guides/test_starts"),
 }
 # The structures of the contract that see a module; every one by default.
 STRUCTURES = {

@@ -56,10 +56,6 @@ def ensemble(model):
     return ps.EnsembleGuide(model, SIZE, init_scale=0.5, vectorize=False)
 
 
-def inducing_ensemble(model):
-    return ps.InducingWeightGuide(model, (2, 2), "ensemble", ensemble_size=SIZE)
-
-
 def draws_of(guide, model):
     own = {name: value.detach() for name, value in model.net.named_parameters()}
     return [
@@ -68,45 +64,24 @@ def draws_of(guide, model):
     ]
 
 
-@pytest.mark.parametrize("max_memory", [1 / 32, 1e-9], ids=["one pass", "one by one"])
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_each_member_has_statistics_of_its_own(max_memory, batch_size):
-    model, guide, x, reference = make(ensemble)
-    found = ps.predict(
-        *(model, guide, x),
-        num_samples=SIZE,
-        batch_statistics=reference,
-        batch_size=batch_size,
-        max_memory=max_memory,
-    )
-    expected = [by_hand(x, reference, own) for own in draws_of(guide, model)]
-    torch.testing.assert_close(found.functions, torch.stack(expected), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(("max_memory", "passes"), [(1 / 32, 2), (1e-9, SIZE)])
-def test_they_are_measured_once_for_all_mini_batches(max_memory, passes):
+def test_each_member_has_statistics_of_its_own_measured_once_for_all_mini_batches(
+    max_memory, passes
+):
     """The first draw runs alone, other draws in one pass or one by one."""
     model, guide, x, reference = make(ensemble)
+    expected = torch.stack([by_hand(x, reference, own) for own in draws_of(guide, model)])
     sizes = []
     model.net.conv.register_forward_pre_hook(lambda layer, args: sizes.append(len(args[0])))
-    options = {"batch_size": 2, "max_memory": max_memory, "batch_statistics": reference}
-    ps.predict(model, guide, x, num_samples=SIZE, **options)
-    assert sizes.count(len(reference)) == passes
-    assert len(sizes) == passes * (1 + 3)  # of five examples
-
-
-def test_given_draws_have_them_too():
-    model, guide, x, reference = make(ps.MeanFieldGuide)
-    drawn = guide.draw()
-    found = ps.predict(
-        model,
-        {name: value.unsqueeze(0) for name, value in drawn.items()},
-        x,
-        batch_statistics=reference,
-    )
-    own = {name: value.detach() for name, value in model.net.named_parameters()}
-    own |= {name.removeprefix("net."): value for name, value in drawn.items()}
-    torch.testing.assert_close(found.functions[0], by_hand(x, reference, own))
+    for batch_size, count in ((None, 1), (2, 3)):  # of five examples
+        sizes.clear()
+        options = {"batch_size": batch_size, "max_memory": max_memory}
+        found = ps.predict(
+            *(model, guide, x), num_samples=SIZE, batch_statistics=reference, **options
+        )
+        torch.testing.assert_close(found.functions, expected, rtol=1e-10, atol=1e-12)
+        assert sizes.count(len(reference)) == passes
+        assert len(sizes) == passes * (1 + count)
 
 
 def test_inputs_that_are_their_own_reference_are_normalized_as_in_training():
@@ -118,7 +93,7 @@ def test_inputs_that_are_their_own_reference_are_normalized_as_in_training():
     torch.testing.assert_close(found, net(x).detach())
 
 
-def test_inference_data_has_them_too():
+def test_inference_data_and_given_draws_have_them_too():
     model, guide, x, reference = make(ensemble)
     found = ps.to_inference_data(
         *(model, guide, x, torch.tensor([0, 1, 2, 0, 1]), SIZE),
@@ -128,6 +103,10 @@ def test_inference_data_has_them_too():
     expected = torch.stack([by_hand(x, reference, own) for own in draws_of(guide, model)])
     values = torch.as_tensor(found["posterior"]["outputs"].values[0])
     torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-12)
+    each = [guide.draw(number=number) for number in range(SIZE)]
+    draws = {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+    found = ps.predict(model, draws, x, batch_statistics=reference)
+    torch.testing.assert_close(found.functions, expected)
 
 
 def test_running_statistics_stay_also_after_an_error():
@@ -139,23 +118,20 @@ def test_running_statistics_stay_also_after_an_error():
     after = dict(model.net.named_buffers())
     assert all(torch.equal(value, before[name]) for name, value in after.items())
     assert not model.net.norm._forward_pre_hooks
-
-
-def test_members_that_share_running_statistics_are_warned_of():
-    for make_guide in (ensemble, inducing_ensemble):
-        model, guide, x, reference = make(make_guide)
-        with pytest.warns(SharedStatisticsWarning, match="statistics of 1 batch normalizations"):
-            ps.predict(model, guide, x, num_samples=2)
-        ps.predict(
-            model, guide, x, num_samples=2, batch_statistics=reference
-        )  # warnings are errors in tests
-    model, guide, x, _ = make(ps.MeanFieldGuide)
-    ps.predict(model, guide, x, num_samples=2)
-
-
-def test_a_model_without_such_layers_refuses_them():
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False))
     model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=False), num_data=4)
     guide, x = ps.MAPGuide(model), torch.randn(4, 2)
     with pytest.raises(ValueError, match="with batch normalization that has running statistics"):
         ps.predict(model, guide, x, num_samples=1, batch_statistics=x)
+
+
+def test_members_that_share_running_statistics_are_warned_of():
+    inducing = lambda model: ps.InducingWeightGuide(model, (2, 2), "ensemble")  # noqa: E731
+    for make_guide in (ensemble, inducing):
+        model, guide, x, reference = make(make_guide)
+        with pytest.warns(SharedStatisticsWarning, match="statistics of 1 batch normalizations"):
+            ps.predict(model, guide, x, num_samples=2)
+        # Warnings are errors in tests.
+        ps.predict(model, guide, x, num_samples=2, batch_statistics=reference)
+    model, guide, x, _ = make(ps.MeanFieldGuide)
+    ps.predict(model, guide, x, num_samples=2)

@@ -39,16 +39,6 @@ def test_draws_must_have_exactly_the_latent_sites(change, message):
         ps.predict(model, draws, x)
 
 
-def test_draws_that_lack_a_site_of_an_unmarked_model_are_refused():
-    def model(x, y=None):
-        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ weight, 1.0), obs=y)
-
-    with pytest.raises(ValueError, match=r"not in the model: \['w'\]"):
-        ps.predict(model, {"w": torch.zeros(4, 3)}, torch.zeros(5, 3))
-
-
 def test_what_is_no_posterior_of_the_model_is_refused():
     model, other, x = make_regressor(), make_classifier(), torch.zeros(5, 3)
     for posterior, message in [
@@ -80,8 +70,6 @@ def test_what_a_model_is_conditioned_on_wins():
     assert (ps.predict(conditioned, fitted, x, num_samples=5).mean > 80).all()
 
 
-# ---- latents of single examples ------------------------------------------------------------------
-
 SCHOOLS = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12], dtype=torch.float64)
 ERRORS = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18], dtype=torch.float64)
 
@@ -103,15 +91,11 @@ def guide_of_schools():
     return guide
 
 
-def test_predictive_takes_local_posteriors_at_the_examples_trained_on(guide_of_schools):
-    predictive = Predictive(schools, guide=guide_of_schools, num_samples=3)
+def test_predictive_takes_local_posteriors_at_the_examples_trained_on_only(guide_of_schools):
+    predictive = Predictive(schools, guide=guide_of_schools, num_samples=300)
     with pytest.warns(LocalLatentWarning, match=r"\['effect'\] of single examples take"):
         effects = predictive(ERRORS)["effect"]
-    torch.testing.assert_close(effects, SCHOOLS.expand(3, 8), atol=1e-4, rtol=0)
-
-
-def test_predictive_draws_local_latents_of_other_examples_from_the_model(guide_of_schools):
-    predictive = Predictive(schools, guide=guide_of_schools, num_samples=300)
+    torch.testing.assert_close(effects, SCHOOLS.expand(300, 8), atol=1e-4, rtol=0)
     with pytest.warns(LocalLatentWarning, match=r"\['effect'\] of single examples are drawn"):
         effects = predictive(ERRORS[:5])["effect"]
     assert effects.shape == (300, 5)
@@ -173,13 +157,14 @@ def test_only_data_make_the_latents_of_a_plate_local(model, site):
     assert (prediction.mean - truth[[0, 1, 2, 2]]).abs().max() < 0.3
 
 
-def test_plates_of_global_latents_have_the_sizes_they_were_fitted_to():
-    def model(x, size=3):
-        with pyro.plate("groups", size):
+def test_given_draws_fit_the_plates_and_sites_of_an_unmarked_model():
+    def model(x):
+        with pyro.plate("groups", 3):
             shift = pyro.sample("shift", dist.Normal(torch.tensor(0.0), 1.0))
         with pyro.plate("data", len(x)):
             pyro.sample("obs", dist.Normal(shift.sum(), torch.ones(len(x))))
 
-    draws = {"shift": torch.zeros(2, 4)}
     with pytest.raises(ValueError, match=r"'shift' values of the model's shape \(3,\)"):
-        ps.predict(model, draws, torch.zeros(6), site="obs")
+        ps.predict(model, {"shift": torch.zeros(2, 4)}, torch.zeros(6), site="obs")
+    with pytest.raises(ValueError, match=r"not in the model: \['shifts'\]"):
+        ps.predict(model, {"shifts": torch.zeros(2, 3)}, torch.zeros(6), site="obs")

@@ -39,14 +39,6 @@ def test_quantiles_of_normal_noise_are_those_of_the_mixture(noise, batch_size):
     torch.testing.assert_close(upper, prediction.quantile(0.975))
 
 
-def test_the_likelihood_at_each_draw_gives_the_density():
-    model, (x, y) = make_regressor(), regression_data()
-    prediction = ps.predict(model, ps.KTiedGuide(model), x, num_samples=9, y=y, batch_size=5)
-    assert prediction.likelihood.batch_shape == (9, 12)
-    densities = prediction.likelihood.log_prob(y).logsumexp(0) - torch.tensor(9.0).log()
-    torch.testing.assert_close(densities, prediction.log_density)
-
-
 def test_draws_of_observations_have_the_predictive_moments():
     model = ps.Regressor(ps.bayesianize(nn.Linear(3, 4)), 60, noise="heteroscedastic")
     prediction = predicted(model, num_samples=4, size=2)
@@ -83,8 +75,9 @@ def test_quantiles_of_counts_are_order_statistics_rounded_outwards():
     assert torch.equal(upper, drawn[1900])
 
 
-def test_labels_have_entropies_one_by_one():
+def test_labels_have_entropies_one_by_one_and_a_density_in_any_dtype():
     model = ps.BinaryClassifier(ps.bayesianize(nn.Linear(3, 2)), 60)
+    y = torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0], [0, 1]])
     prediction = predicted(model)
     p = prediction.functions.sigmoid()
     mean = p.mean(0)
@@ -94,15 +87,10 @@ def test_labels_have_entropies_one_by_one():
     torch.testing.assert_close(prediction.entropy, entropy)
     of_draws = torch.distributions.Bernoulli(p).entropy().mean(0)
     torch.testing.assert_close(prediction.mutual_information, entropy - of_draws)
-
-
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
-def test_labels_of_any_dtype_have_a_density(dtype):
-    model = ps.BinaryClassifier(ps.bayesianize(nn.Linear(3, 2)), 60)
-    x, y = torch.randn(5, 3), torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0], [0, 1]])
-    prediction = ps.predict(model, ps.MAPGuide(model), x, num_samples=1, y=y.to(dtype))
-    right = torch.where(y == 1, prediction.mean, 1 - prediction.mean)
-    torch.testing.assert_close(prediction.log_density, right.log().sum(-1), rtol=0, atol=1e-12)
+    for dtype in (torch.long, torch.bool):
+        single = predicted(model, num_samples=1, y=y.to(dtype))
+        right = torch.where(y == 1, single.mean, 1 - single.mean).log().sum(-1)
+        torch.testing.assert_close(single.log_density, right, rtol=0, atol=1e-12)
 
 
 class Returning(nn.Module):
@@ -118,21 +106,19 @@ class Returning(nn.Module):
 
 @pytest.mark.parametrize("batch_size", [None, 5])
 def test_functions_are_nested_as_the_model_returns_them(batch_size):
-    model, (x, _) = (
-        Returning(lambda mean: {"mean": mean, "both": (mean.exp(), -mean)}),
-        regression_data(),
-    )
-    prediction = ps.predict(model, ps.KTiedGuide(model), x, num_samples=6, batch_size=batch_size)
+    model = Returning(lambda mean: {"mean": mean, "both": (mean.exp(), -mean)})
+    x, y = regression_data()
+    options = {"num_samples": 6, "batch_size": batch_size}
+    prediction = ps.predict(model, ps.KTiedGuide(model), x, y=y, **options)
     mean = prediction.functions["mean"]
     assert mean.shape == (6, 12, 1)
     torch.testing.assert_close(mean, prediction.likelihood.mean)
     torch.testing.assert_close(prediction.functions["both"][0], mean.exp())
     torch.testing.assert_close(prediction.functions["both"][1], -mean)
-
-
-def test_a_model_that_returns_nothing_has_the_conditional_mean():
-    model, (x, _) = Returning(lambda mean: None), regression_data()
-    prediction = ps.predict(model, ps.KTiedGuide(model), x, num_samples=6)
+    densities = prediction.likelihood.log_prob(y).logsumexp(0) - torch.tensor(6.0).log()
+    torch.testing.assert_close(densities, prediction.log_density)
+    model = Returning(lambda mean: None)
+    prediction = ps.predict(model, ps.KTiedGuide(model), x, **options)
     torch.testing.assert_close(prediction.functions, prediction.likelihood.mean)
 
 
@@ -141,18 +127,12 @@ def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
     guide = ps.KTiedGuide(model)
     prediction = ps.predict(model, guide, x, num_samples=6)
     torch.testing.assert_close(prediction.functions, prediction.likelihood.mean.sum((1, 2)))
-    with pytest.raises(
-        ValueError, match=r"With `batch_size`, the model must return tensors with the examples"
-    ):
+    message = r"With `batch_size`, the model must return tensors with the examples"
+    with pytest.raises(ValueError, match=message):
         ps.predict(model, guide, x, num_samples=6, batch_size=5)
-    assert ps.predict(model, guide, x, num_samples=6, batch_size=5, stream=True).mean.shape == (
-        12,
-        1,
-    )
-
-
-def test_what_is_no_tensor_cannot_be_stacked():
-    model, (x, _) = Returning(lambda mean: (mean, "text")), regression_data()
+    streamed = ps.predict(model, guide, x, num_samples=6, batch_size=5, stream=True)
+    assert streamed.mean.shape == (12, 1)
+    model = Returning(lambda mean: (mean, "text"))
     with pytest.raises(TypeError, match=r"must return a tensor, .* but returns Tensor, str"):
         ps.predict(model, ps.KTiedGuide(model), x, num_samples=6)
 
@@ -161,44 +141,31 @@ def test_what_is_no_tensor_cannot_be_stacked():
     ("count", "stride", "batch_size"),
     [(80, 1, None), pytest.param(250, 3, 5, marks=pytest.mark.slow)],
 )
-def test_intervals_of_a_streamed_prediction_are_those_of_evenly_spaced_draws(
-    count, stride, batch_size
-):
+def test_a_streamed_prediction_has_intervals_of_evenly_spaced_draws(count, stride, batch_size):
     model, (x, _) = make_regressor(), regression_data()
     draws = draws_of(ps.MeanFieldGuide(model, init_scale=0.3), count)
     options = {"batch_size": batch_size, "max_memory": 1e-6}
     streamed = ps.predict(model, draws, x, stream=True, **options)
     some = {name: value[::stride] for name, value in draws.items()}
     assert streamed.functions is None
-    expected = ps.predict(model, some, x).quantile(torch.tensor([0.1, 0.9]))
-    torch.testing.assert_close(streamed.quantile(torch.tensor([0.1, 0.9])), expected)
+    levels = torch.tensor([0.1, 0.9])
+    expected = ps.predict(model, some, x).quantile(levels)
+    torch.testing.assert_close(streamed.quantile(levels), expected)
     torch.testing.assert_close(streamed.mean, ps.predict(model, draws, x).mean)
 
 
-def test_streamed_classes_have_no_draws_left():
-    prediction = predicted(make_classifier(), stream=True)
-    assert prediction.likelihood is None
-    for ask in (
-        prediction.interval,
-        prediction.sample_observations,
-        lambda: prediction.quantile(0.5),
-    ):
+def test_quantiles_that_are_refused():
+    streamed = predicted(make_classifier(), stream=True)
+    assert streamed.likelihood is None
+    for ask in (streamed.interval, streamed.sample_observations, lambda: streamed.quantile(0.5)):
         with pytest.raises(ValueError, match=r"`stream=False`"):
             ask()
-
-
-def test_classes_have_no_quantiles():
     with pytest.raises(ValueError, match=r"Classes have no order.*`prediction.mean`"):
         predicted(make_classifier()).interval()
-
-
-@pytest.mark.parametrize("q", [0.0, float("nan"), torch.tensor([0.5, 2.0])])
-def test_levels_lie_between_0_and_1(q):
-    with pytest.raises(ValueError, match="`q` must be strictly between 0 and 1"):
-        predicted(make_regressor()).quantile(q)
-
-
-@pytest.mark.parametrize("level", [1.0, float("nan")])
-def test_an_interval_has_a_level_between_0_and_1(level):
-    with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1"):
-        predicted(make_regressor()).interval(level)
+    prediction = predicted(make_regressor())
+    for q in (0.0, float("nan"), torch.tensor([0.5, 2.0])):
+        with pytest.raises(ValueError, match="`q` must be strictly between 0 and 1"):
+            prediction.quantile(q)
+    for level in (1.0, float("nan")):
+        with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1"):
+            prediction.interval(level)

@@ -3,6 +3,7 @@
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -30,8 +31,7 @@ from tests.posterior.passed_models import (
     normalized,
     regressor_of,
 )
-
-# ---- the numbers ---------------------------------------------------------------------------------
+from tests.statistics import assert_mean
 
 
 class Attention(nn.Module):
@@ -95,47 +95,18 @@ def test_given_draws_give_what_they_give_one_by_one(case):
     assert_same(together, alone)
 
 
-@pytest.mark.parametrize("guide_name", [*GUIDES, *POINTS])
-def test_draws_of_a_guide_are_those_of_a_loop(guide_name):
+def test_draws_of_a_guide_are_those_of_a_loop():
     model, data = make_image_classifier()
-    guide = (GUIDES | POINTS)[guide_name](model, init_scale=0.2)
-    guide.initialize(*data)
-    with torch.no_grad():
-        joint = guide.joint_posterior()
-        found, expected = draws_together(joint, 6), draws_in_a_loop(joint, 6)
-        assert not joint._draws_in_turn
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
-
-
-def test_members_of_an_ensemble_take_turns_over_passes():
-    model, x = make_regressor(), torch.randn(5, 3)
-    guide = ps.EnsembleGuide(model, size=3)
-    functions = ps.predict(model, guide, x, num_samples=8).functions
-    members = ps.predict(model, draws_of(guide, 3), x).functions
-    torch.testing.assert_close(functions, members[[0, 1, 2, 0, 1, 2, 0, 1]])
-    assert (members[0] - members[1]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("sizes", [[7, 1, 30, 12], [50]])
-def test_averages_over_parts_are_those_over_all(sizes):
-    mean, variance = 1e3 + torch.randn(50, 6, 4), torch.rand(50, 6, 4)
-    entropy, density = torch.rand(50, 6), 30 * torch.randn(50, 6)
-    averages = prediction.Averages()
-    for part in zip(
-        *(values.split(sizes) for values in (mean, variance, entropy, density)), strict=True
-    ):
-        averages.add(dict(zip(("mean", "variance", "entropy", "log_density"), part, strict=True)))
-    found = averages.result(lambda probabilities: torch.special.entr(probabilities).sum(-1))
-    exact = {"rtol": 1e-12, "atol": 1e-12}
-    spread = (mean - mean.mean(0)).square().mean(0)
-    torch.testing.assert_close(found["mean"], mean.mean(0), **exact)
-    torch.testing.assert_close(found["function_variance"], spread, **exact)
-    torch.testing.assert_close(found["variance"], variance.mean(0) + spread, **exact)
-    torch.testing.assert_close(averages.averages["entropy"], entropy.mean(0), **exact)
-    expected = density.logsumexp(0) - torch.tensor(50.0).log()
-    torch.testing.assert_close(found["log_density"], expected, **exact)
+    for guide_name, make_guide in (GUIDES | POINTS).items():
+        guide = make_guide(model, init_scale=0.2)
+        guide.initialize(*data)
+        with torch.no_grad():
+            joint = guide.joint_posterior()
+            found, expected = draws_together(joint, 6), draws_in_a_loop(joint, 6)
+            assert not joint._draws_in_turn, guide_name
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("max_memory", [ONE_BY_ONE, 1e-5])
@@ -152,9 +123,6 @@ def test_a_seed_gives_the_same_functions_for_any_mini_batches(max_memory):
     whole = functions(None)
     for batch_size in (1, 4, 100):
         torch.testing.assert_close(functions(batch_size), whole, rtol=1e-12, atol=1e-12)
-
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draws_in_a_pass", [1, 7])
@@ -193,9 +161,6 @@ def test_streaming_keeps_no_function(monkeypatch):
         ps.predict(model, ps.MeanFieldGuide(model), x, num_samples=8, max_memory=ONE_BY_ONE)
 
 
-# ---- threads -------------------------------------------------------------------------------------
-
-
 def test_predictions_of_one_net_in_several_threads():
     model, (x, y) = make_regressor(), regression_data()
     guide = ps.MeanFieldGuide(model, init_scale=0.3)
@@ -225,3 +190,124 @@ def test_fits_and_predictions_in_several_threads():
     with ThreadPoolExecutor(3) as pool:
         histories = [*pool.map(fit, ["regressor", "classifier", "regressor"])]
     assert all(len(elbo) == 40 and elbo[-1] > elbo[0] for elbo in histories)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x):
+        output = self.layer(x)
+        return output if self.layer.bias.sum() > 0 else -output
+
+
+class InNumpy(Branching):
+    def forward(self, x):
+        return x @ torch.from_numpy(self.layer.weight.numpy()).mT
+
+
+class InPlace(Branching):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        self.last.copy_(self.layer.bias)
+        return self.layer(x) + self.last
+
+
+class Recurrent(Branching):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(3, 1, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x.unsqueeze(1))[0][:, -1]
+
+
+@pytest.mark.parametrize("net", [Branching, InNumpy, InPlace, Recurrent])
+def test_what_cannot_be_vectorized_runs_one_by_one_in_silence(net):
+    model, (x, y) = regressor_of(net()), regression_data()
+    draws = draws_of(ps.MeanFieldGuide(model, init_scale=0.5), 8)
+    found = ps.predict(model, draws, x, y=y, batch_size=5)
+    assert_same(found, ps.predict(model, draws, x, y=y, batch_size=5, max_memory=ONE_BY_ONE))
+    for index, values in enumerate(zip(*draws.values(), strict=True)):
+        own = pyro.poutine.condition(model, dict(zip(draws, values, strict=True)))
+        with torch.no_grad():
+            torch.testing.assert_close(found.functions[index], own(x))
+
+
+def test_a_guide_that_cannot_be_vectorized_draws_one_by_one(monkeypatch):
+    model, x = make_regressor(), torch.randn(5, 3)
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    joint = guide.joint_posterior()
+    draw = joint.draw
+
+    def choosy(local, number):
+        values = draw(local, number)
+        return values if values["net.0.bias"].sum() > -1e9 else {}
+
+    monkeypatch.setattr(joint, "draw", choosy)
+    monkeypatch.setattr(guide, "joint_posterior", lambda: joint)
+    functions = ps.predict(model, guide, x, num_samples=6).functions
+    assert joint._draws_in_turn
+    assert len(functions.flatten().unique()) == functions.numel() == 30
+
+
+def uniform_function(x, y=None):
+    width = pyro.sample("width", dist.Normal(torch.ones(()), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Uniform(torch.zeros(len(x)), width), obs=y)
+
+
+def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
+    model, (x, y) = make_regressor(), regression_data()
+    draws = draws_of(ps.MeanFieldGuide(model), 6)
+    draws["net.0.bias"][4, 1] = torch.nan
+    with pytest.raises(ValueError, match="The net's output for `x` must be finite"):
+        ps.predict(model, draws, x, y=y)
+    with pyro.validation_enabled(False):  # as before: who switches it off gets what there is
+        assert ps.predict(model, draws, x).mean.isnan().any()
+    x, y = torch.zeros(3), torch.full((3,), 0.5)
+    assert ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, 3.0])}, x, y=y)
+    with pytest.raises(ValueError, match="within the support"):
+        ps.predict(uniform_function, {"width": torch.tensor([2.0, 0.3, 3.0])}, x, y=y)
+    with pytest.raises(ValueError, match="parameter low"):
+        ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, -1.0])}, x)
+
+
+@pytest.mark.parametrize("factor", [None, 10])
+def test_a_model_that_uses_or_returns_what_it_observes_draws_it(factor):
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            drawn = pyro.sample("y", dist.Poisson((x @ weight).exp()), obs=y)
+        return factor * drawn if factor else drawn
+
+    functions = ps.predict(model, {"weight": torch.zeros(400, 3)}, torch.randn(5, 3)).functions
+    assert_mean(functions, torch.full((5,), factor or 1.0))
+    assert_mean(functions.square(), torch.full((5,), 2.0 * (factor or 1) ** 2))
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("where", ["draws", "inputs", "parameters", "guide"])
+def test_tensors_of_a_subclass_never_meet_vmap(where, monkeypatch):
+    model, (x, _) = normalized(), regression_data()
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    posterior: object = draws_of(guide, 6)
+    mark = lambda value: value.as_subclass(Marked)  # noqa: E731
+    if where == "draws":
+        posterior = {name: mark(value) for name, value in posterior.items()}
+    elif where == "inputs":
+        x = mark(x)
+    elif where == "parameters":
+        model.net[1].weight = nn.Parameter(mark(model.net[1].weight.detach()))
+    else:
+        posterior, own = guide, guide["net.0.weight"]
+        own.loc = nn.Parameter(mark(own.loc.detach()))
+    monkeypatch.setattr(torch.func, "vmap", lambda *args, **options: pytest.fail("vmap was called"))
+    assert ps.predict(model, posterior, x, num_samples=6).functions.shape == (6, 12, 1)

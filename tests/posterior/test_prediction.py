@@ -32,13 +32,13 @@ def seeded(seed, *args, predict=ps.predict, **options):
 def test_regression_moments_are_those_of_the_function_values():
     model, (x, y) = make_regressor(), regression_data()
     prediction = ps.predict(model, wide_guide(model), x, num_samples=50, y=y)
-    functions = prediction.functions
+    functions, close = prediction.functions, torch.testing.assert_close
     assert functions.shape == (50, 12, 1)
-    torch.testing.assert_close(prediction.mean, functions.mean(0))
-    torch.testing.assert_close(prediction.function_variance, functions.var(0, correction=0))
-    torch.testing.assert_close(prediction.variance, functions.var(0, correction=0) + 0.3**2)
+    close(prediction.mean, functions.mean(0))
+    close(prediction.function_variance, functions.var(0, correction=0))
+    close(prediction.variance, functions.var(0, correction=0) + 0.3**2)
     densities = torch.distributions.Normal(functions, 0.3).log_prob(y).sum(-1)
-    torch.testing.assert_close(prediction.log_density, densities.logsumexp(0) - math.log(50))
+    close(prediction.log_density, densities.logsumexp(0) - math.log(50))
     assert prediction.entropy is None
     assert prediction.num_samples == 50
     assert not prediction.mean.requires_grad
@@ -47,15 +47,15 @@ def test_regression_moments_are_those_of_the_function_values():
 def test_classification_moments_are_those_of_the_logits():
     model, x, y = make_classifier(), torch.randn(9, 3), torch.randint(4, (9,))
     prediction = ps.predict(model, wide_guide(model), x, num_samples=50, y=y)
-    probabilities = prediction.functions.softmax(-1)
+    probabilities, close = prediction.functions.softmax(-1), torch.testing.assert_close
     mean = probabilities.mean(0)
-    torch.testing.assert_close(prediction.mean, mean)
-    torch.testing.assert_close(prediction.variance, mean * (1 - mean))
-    torch.testing.assert_close(prediction.entropy, -(mean * mean.log()).sum(-1))
+    close(prediction.mean, mean)
+    close(prediction.variance, mean * (1 - mean))
+    close(prediction.entropy, -(mean * mean.log()).sum(-1))
     of_draws = -(probabilities * probabilities.log()).sum(-1).mean(0)
-    torch.testing.assert_close(prediction.mutual_information, prediction.entropy - of_draws)
+    close(prediction.mutual_information, prediction.entropy - of_draws)
     assert (prediction.mutual_information >= 0).all()
-    torch.testing.assert_close(prediction.log_density, mean.gather(1, y[:, None]).log().squeeze(1))
+    close(prediction.log_density, mean.gather(1, y[:, None]).log().squeeze(1))
 
 
 @pytest.mark.parametrize("batch_size", [5, 100])
@@ -122,35 +122,27 @@ def test_draws_by_site():
     torch.testing.assert_close(some.functions, functions[[0, 3, 6]])
 
 
-def test_pyros_own_guides():
-    model, (x, y) = make_regressor(), regression_data()
+class Two(pyro.nn.PyroModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = ps.bayesianize(nn.Linear(3, 1))
+
+    def forward(self, a, b, y=None):
+        mean = self.layer(a + b).squeeze(-1)
+        with pyro.plate("data", len(a)):
+            pyro.sample("obs", dist.Normal(mean, 0.1), obs=y)
+        return mean
+
+
+def test_several_inputs_and_pyros_own_guides():
+    model, inputs = Two(), (torch.randn(5, 3), torch.randn(5, 3))
+    guide = ps.MeanFieldGuide(model)
+    assert ps.predict(model, guide, inputs, num_samples=4, batch_size=2).mean.shape == (5,)
     guide = AutoNormal(model)
-    guide(x, y)
-    prediction = ps.predict(model, guide, torch.randn(5, 3), num_samples=6)
-    assert prediction.functions.shape == (6, 5, 1)
-    assert prediction.functions.std(0).min() > 0
-
-
-def test_several_inputs():
-    class Two(pyro.nn.PyroModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = ps.bayesianize(nn.Linear(3, 1))
-
-        def forward(self, a, b, y=None):
-            mean = self.layer(a + b).squeeze(-1)
-            with pyro.plate("data", len(a)):
-                pyro.sample("obs", dist.Normal(mean, 0.1), obs=y)
-            return mean
-
-    model = Two()
-    a, b = torch.randn(5, 3), torch.randn(5, 3)
-    assert ps.predict(
-        model, ps.MeanFieldGuide(model), (a, b), num_samples=4, batch_size=2
-    ).mean.shape == (5,)
-
-
-# ---- bad input -----------------------------------------------------------------------------------
+    guide(*inputs, torch.randn(5))
+    functions = ps.predict(model, guide, inputs, num_samples=6).functions
+    assert functions.shape == (6, 5)
+    assert functions.std(0).min() > 0
 
 
 def test_the_observed_site_must_be_unique():
@@ -162,51 +154,49 @@ def test_the_observed_site_must_be_unique():
             pyro.sample("b", dist.Normal(mean, 2.0))
 
     draws, x = {"weight": torch.zeros(4, 1, 3)}, torch.zeros(5, 3)
-    with pytest.raises(ValueError, match=r"must be one of \['a', 'b'\]: pass its name as `site=`"):
-        ps.predict(model, draws, x)
-    with pytest.raises(ValueError, match=r"must be one of \['a', 'b'\], but got `site='c'`"):
-        ps.predict(model, draws, x, site="c")
+    for options, rest in (
+        ({}, ": pass its name as `site=`"),
+        ({"site": "c"}, ", but got `site='c'`"),
+    ):
+        with pytest.raises(ValueError, match=rf"must be one of \['a', 'b'\]{rest}"):
+            ps.predict(model, draws, x, **options)
     torch.testing.assert_close(ps.predict(model, draws, x, site="b").variance, 4 * torch.ones(5))
+    model = make_regressor()
+    for predict, inputs in ((ps.predict, (x, 100)), (ps.predict_moments, ())):
+        with pytest.raises(TypeError, match=r"`inputs` must be tensors .* num_samples=100\)"):
+            predict(model, ps.MeanFieldGuide(model), *inputs)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_samples": 0}, "`num_samples` must be a whole number of at least 1"),
         ({"num_samples": 9}, "`num_samples` must be at most the 4 draws given, but got 9"),
         ({"y": torch.zeros(4, 1)}, r"must have one length, but got \[5, 4\]"),
+        (
+            {"x": torch.zeros(5, 3).float()},
+            r"`x` must have the dtype of `net.0.weight`, torch.float64, but got torch.float32",
+        ),
+        ({"x": {"x": [0.0, 1.0]}}, r"`x\['x'\]` must be a tensor"),
+        (
+            {"posterior": {"a": torch.zeros(2), "b": torch.zeros(3)}},
+            r"same number of draws, but got \{'a': 2, 'b': 3\}",
+        ),
+        *(
+            ({"y": torch.zeros(5, *rest)}, r"`y` must have shape that of the predictions = \(5, 1")
+            for rest in ((), (2,))
+        ),
     ],
 )
 def test_options_out_of_range(options, message):
     model = make_regressor()
     guide = ps.MeanFieldGuide(model)
     draws = {name: torch.stack([guide.draw()[name]] * 4) for name in guide.site_names}
-    with pytest.raises(ValueError, match=message):
-        ps.predict(model, draws, torch.zeros(5, 3), **options)
-
-
-def test_draws_of_different_number():
-    draws = {"a": torch.zeros(2), "b": torch.zeros(3)}
-    with pytest.raises(ValueError, match=r"same number of draws, but got \{'a': 2, 'b': 3\}"):
-        ps.predict(make_regressor(), draws, torch.zeros(5, 3))
-
-
-def test_inputs_of_another_dtype():
-    model = make_regressor()
-    message = r"`x` must have the dtype of `net.0.weight`, torch.float64, but got torch.float32"
-    with pytest.raises(ValueError, match=message):
-        ps.predict(model, ps.MeanFieldGuide(model), torch.zeros(5, 3).float(), num_samples=1)
-
-
-@pytest.mark.parametrize("shape", [(12,), (12, 2)])
-def test_observations_must_have_the_shape_of_the_predictions(shape):
-    model, (x, _) = make_regressor(), regression_data()
-    guide = ps.MeanFieldGuide(model)
-    message = r"`y` must have shape that of the predictions = \(12, 1\), but got"
-    with pytest.raises(ValueError, match=message):
-        ps.predict(model, guide, x, num_samples=2, y=torch.zeros(shape))
-    with pytest.raises(ValueError, match=message):
-        ps.to_inference_data(model, guide, x, torch.zeros(shape), 2)
+    given = {"posterior": draws, "x": torch.zeros(5, 3).double()} | options
+    with pytest.raises((TypeError, ValueError), match=message):
+        ps.predict(model, given.pop("posterior"), given.pop("x"), **given)
+    if "`y` must" in message:
+        with pytest.raises(ValueError, match=message):
+            ps.to_inference_data(model, draws, torch.zeros(5, 3), options["y"])
 
 
 def test_a_wrapped_model_is_evaluated_like_a_bare_one():
@@ -217,23 +207,7 @@ def test_a_wrapped_model_is_evaluated_like_a_bare_one():
     ps.fit(wrapped, guide, regression_data(), num_steps=2, progress=False)
     assert not torch.equal(model.net[1].weight, torch.ones(4))
     before = model.net[1].running_mean.clone()
-    assert (
-        ps.predict(wrapped, guide, torch.randn(6, 3), num_samples=5).function_variance.max() < 1e-10
-    )
+    prediction = ps.predict(wrapped, guide, torch.randn(6, 3), num_samples=5)
+    assert prediction.function_variance.max() < 1e-10
     assert torch.equal(model.net[1].running_mean, before)
     assert all(module.training for module in model.modules())
-
-
-def test_a_mapping_holds_tensors():
-    model = make_regressor()
-    with pytest.raises(TypeError, match=r"`x\['x'\]` must be a tensor"):
-        ps.predict(model, ps.MeanFieldGuide(model), {"x": [0.0, 1.0]})
-
-
-@pytest.mark.parametrize(
-    ("predict", "inputs"), [(ps.predict, (torch.zeros(5, 3), 100)), (ps.predict_moments, ())]
-)
-def test_a_number_is_no_input(predict, inputs):
-    model = make_regressor()
-    with pytest.raises(TypeError, match=r"`inputs` must be tensors .* num_samples=100\)"):
-        predict(model, ps.MeanFieldGuide(model), *inputs)

@@ -14,73 +14,76 @@ from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.maps import ConvolutionMap
 from pyro_structvi.testing import check_distribution, check_family, check_guide
 from pyro_structvi.weights.outputs import NormalOutputs
-from tests.distributions.cases import make_matrix_normal, make_rowwise
+from tests.distributions.cases import make_matrix_normal, make_mean_field, make_rowwise
 from tests.models import linear_function
 
 MATRIX, FILTERS, FLOAT64 = (4, 3), (4, 2, 2), torch.float64
+MAKE = {
+    MatrixNormal: make_matrix_normal,
+    MeanFieldNormal: make_mean_field,
+    RowwiseNormal: make_rowwise,
+}
 
 
-def matrix_normal(kind, batch_shape=(), event_shape=MATRIX):
-    q = make_matrix_normal(batch_shape, event_shape, FLOAT64)
-    return kind(q.loc, q.scale_tril_row, q.scale_tril_column)
+def fault(base, **members):
+    return type("Faulty", (base,), members)
 
 
-def rowwise(kind, event_shape=MATRIX):
-    q = make_rowwise((), event_shape, FLOAT64)
-    return kind(q.loc, q.scale_tril)
+def make(kind, batch_shape=(), event_shape=MATRIX):
+    base = kind if kind in MAKE else kind.__base__
+    q = MAKE[base](batch_shape, event_shape, FLOAT64)
+    return kind(*(getattr(q, name) for name in q.argument_names))
 
 
-def mean_field(kind, *batch_shape):
-    shape = (*batch_shape, *MATRIX)
-    return kind(torch.randn(shape), torch.rand(shape) + 0.2, event_dim=2)
+def narrow_variance(q, linear_map, x):
+    variance = RowwiseNormal.output_variance(q, linear_map, x)
+    return variance / 4 if isinstance(linear_map, ConvolutionMap) else variance
 
 
-# ---- distributions -------------------------------------------------------------------------------
-
-
-class IndependentPositions(RowwiseNormal):
-    """Scores outputs of a convolution as half as wide as it draws them."""
-
-    def output_variance(self, linear_map, x):
-        variance = super().output_variance(linear_map, x)
-        return variance / 4 if isinstance(linear_map, ConvolutionMap) else variance
-
-
-class ScoredByAnother(NormalOutputs):
-    """Draws outputs with one distribution and scores them with another."""
+class DrawnWide(NormalOutputs):
+    """Outputs that are drawn twice as wide as they are scored."""
 
     def rsample(self, sample_shape=()):
         noise = torch.randn(self._extended_shape(torch.Size(sample_shape)))
         return self.loc + 2 * self.scale * noise
 
 
-class DrawnByAnother(RowwiseNormal):
-    """Convolutions draw outputs by another distribution than the one of the score."""
-
-    def image_around(self, mean, linear_map, x, bias_variance):
-        kind = NormalOutputs if linear_map.is_dense else ScoredByAnother
-        return kind(linear_map, mean, self.output_variance(linear_map, x), bias_variance)
+def drawn_wide(q, mean, linear_map, x, bias_variance):
+    kind = NormalOutputs if linear_map.is_dense else DrawnWide
+    return kind(linear_map, mean, q.output_variance(linear_map, x), bias_variance)
 
 
-class OneDrawForABatch(MatrixNormal):
-    """All weights of a batch have the same noise."""
-
-    def rsample(self, sample_shape=()):
-        shape = (*sample_shape, *(1 for _ in self.batch_shape), *self.event_shape)
-        return self.loc + self.scale_noise(
-            torch.randn(shape).expand(*sample_shape, *self.loc.shape)
-        )
+def one_draw_for_a_batch(q, sample_shape=()):
+    shape = (*sample_shape, *(1 for _ in q.batch_shape), *q.event_shape)
+    return q.loc + q.scale_noise(torch.randn(shape).expand(*sample_shape, *q.loc.shape))
 
 
-class OneDrawForSeveral(MatrixNormal):
-    """All draws of one call have the same noise."""
+def variance_as_scale(q, sample_shape=()):
+    return q.loc + q.variance * torch.randn(*sample_shape, *q.loc.shape)
 
-    def rsample(self, sample_shape=()):
-        return super().rsample().expand(*sample_shape, *self.loc.shape)
+
+def scale_as_variance(q, mean, linear_map, x, bias_variance):
+    variance = linear_map(x.square(), q.as_matrix(q.stddev))
+    return NormalOutputs(linear_map, mean, variance, bias_variance)
+
+
+def each_factor_once(q):
+    factors = q.scale_tril_row, q.scale_tril_column
+    return sum(2 * f.diagonal(dim1=-2, dim2=-1).log().sum(-1) for f in factors)
+
+
+def other_batch(q, batch_shape, _instance=None):
+    new = MeanFieldNormal.expand(q, batch_shape, _instance)
+    new.scale = torch.ones(new.loc.shape)
+    return new
+
+
+def in_default_dtype(q):
+    return MeanFieldNormal.variance_sum.__get__(q).to(torch.get_default_dtype())
 
 
 class ReversedKL(MatrixNormal):
-    """The divergence from the prior to the weight."""
+    pass
 
 
 @register_kl(ReversedKL, Independent)
@@ -98,111 +101,44 @@ def _reversed(q, p):
     return kl_divergence(prior, own)
 
 
-class VarianceAsScale(MeanFieldNormal):
-    """The square of the scale multiplies the noise, by its own draws."""
-
-    def rsample(self, sample_shape=()):
-        noise = torch.randn(*sample_shape, *self.loc.shape)
-        return self.loc + self.variance * noise
-
-
-class ScaleAsVariance(MeanFieldNormal):
-    """The variance of outputs is a sum of standard deviations."""
-
-    def image_around(self, mean, linear_map, x, bias_variance):
-        variance = linear_map(x.square(), self.as_matrix(self.stddev))
-        return NormalOutputs(linear_map, mean, variance, bias_variance)
-
-
-class WrongDeterminant(MatrixNormal):
-    """The log determinant counts each factor once."""
-
-    @property
-    def log_det_covariance(self):
-        factors = self.scale_tril_row, self.scale_tril_column
-        return sum(2 * f.diagonal(dim1=-2, dim2=-1).log().sum(-1) for f in factors)
-
-
-class Transposed(MatrixNormal):
-    """The inverse takes the factor of the columns from the wrong side."""
-
-    def whiten(self, difference):
-        return super().whiten(difference) @ self.scale_tril_column.mT
-
-
-class Detached(MatrixNormal):
-    """The entropy has the right value and no gradient."""
-
-    def entropy(self):
-        return super().entropy().detach() + 0 * self.loc.sum()
-
-
-class DefaultDtype(MeanFieldNormal):
-    """The sum of the variances is computed in the default dtype."""
-
-    @property
-    def variance_sum(self):
-        return super().variance_sum.to(torch.get_default_dtype())
-
-
-class Forgetful(MeanFieldNormal):
-    """A larger batch has other weights."""
-
-    def expand(self, batch_shape, _instance=None):
-        new = super().expand(batch_shape, _instance)
-        new.scale = torch.ones(new.loc.shape)
-        return new
-
-
+# The rule that a fault violates, and the shapes that show it.
 FAULTS = {
-    "a convolution that is scored too narrow": (
-        lambda: rowwise(IndependentPositions, FILTERS),
-        "`image_variance` is the variance of a convolution",
+    "`image_variance` is the variance of a convolution": (
+        *(fault(RowwiseNormal, output_variance=narrow_variance), (), FILTERS),
     ),
-    "a convolution drawn by another distribution": (
-        lambda: rowwise(DrawnByAnother, FILTERS),
-        "drawn outputs of a convolution have their covariance, A A' for mean + A e",
+    "drawn outputs of a convolution have their covariance, A A' for mean + A e": (
+        *(fault(RowwiseNormal, image_around=drawn_wide), (), FILTERS),
     ),
-    "one draw for a batch": (
-        lambda: matrix_normal(OneDrawForABatch, (3,)),
-        "weights of a batch are drawn independently of each other",
+    "weights of a batch are drawn independently of each other": (
+        *(fault(MatrixNormal, rsample=one_draw_for_a_batch), (3,)),
     ),
-    "one draw for several": (
-        lambda: matrix_normal(OneDrawForSeveral),
-        "several draws are independent",
+    "several draws are independent": (
+        fault(MatrixNormal, rsample=lambda q, n=(): MatrixNormal.rsample(q).expand(*n, *MATRIX)),
     ),
-    "the KL the wrong way round": (
-        lambda: matrix_normal(ReversedKL),
-        "`kl_divergence(q, p)` is E_q[log q - log p]",
+    "`kl_divergence(q, p)` is E_q[log q - log p]": (ReversedKL,),
+    "`covariance_matrix` is the covariance of draws": (
+        fault(MeanFieldNormal, rsample=variance_as_scale),
     ),
-    "a variance for a scale": (
-        lambda: mean_field(VarianceAsScale),
-        "`covariance_matrix` is the covariance of draws",
+    "`image(x)` has the variance of W x": (fault(MeanFieldNormal, image_around=scale_as_variance),),
+    "`log_det_covariance` is the log determinant": (
+        fault(MatrixNormal, log_det_covariance=property(each_factor_once)),
     ),
-    "a scale for a variance": (
-        lambda: mean_field(ScaleAsVariance),
-        "`image(x)` has the variance of W x",
+    "`mahalanobis(d)` is d' Sigma^-1 d": (
+        fault(MatrixNormal, whiten=lambda q, d: MatrixNormal.whiten(q, d) @ q.scale_tril_column.mT),
     ),
-    "a wrong determinant": (
-        lambda: matrix_normal(WrongDeterminant),
-        "`log_det_covariance` is the log determinant",
+    "`entropy` has the value of the dense normal; gradient with respect to `scale_tril_row`": (
+        fault(MatrixNormal, entropy=lambda q: MatrixNormal.entropy(q).detach() + 0 * q.loc.sum()),
     ),
-    "a wrong inverse": (lambda: matrix_normal(Transposed), "`mahalanobis(d)` is d' Sigma^-1 d"),
-    "a missing gradient": (
-        lambda: matrix_normal(Detached),
-        "`entropy` has the value of the dense normal; gradient with respect to `scale_tril_row`",
+    "`variance_sum` keeps the dtype of the arguments": (
+        fault(MeanFieldNormal, variance_sum=property(in_default_dtype)),
     ),
-    "the default dtype": (
-        lambda: mean_field(DefaultDtype),
-        "`variance_sum` keeps the dtype of the arguments",
-    ),
-    "a batch of other weights": (lambda: mean_field(Forgetful), "`expand` repeats `scale`"),
+    "`expand` repeats `scale`": (fault(MeanFieldNormal, expand=other_batch),),
 }
 
 
-@pytest.mark.parametrize(("make", "rule"), FAULTS.values(), ids=FAULTS)
-def test_a_wrong_distribution_fails_by_the_rule(make, rule):
-    q = make()
+@pytest.mark.parametrize("rule", FAULTS)
+def test_a_wrong_distribution_fails_by_the_rule(rule):
+    q = make(*FAULTS[rule])
     with pytest.raises(AssertionError, match=re.escape(rule)) as caught:
         check_distribution(q)
     text = str(caught.value)
@@ -211,20 +147,16 @@ def test_a_wrong_distribution_fails_by_the_rule(make, rule):
     assert "\nGot: " in text
 
 
-@pytest.mark.parametrize(
-    "make", [matrix_normal, lambda kind: matrix_normal(kind, (3,))], ids=["plain", "batch"]
-)
-def test_a_right_distribution_passes_and_leaves_the_random_state(make):
-    q = make(MatrixNormal)
+def test_a_right_distribution_passes_and_leaves_the_random_state():
     before = torch.get_rng_state()
-    check_distribution(q)
-    assert torch.equal(before, torch.get_rng_state())
-    assert torch.get_default_dtype() == FLOAT64
-
-
-def test_a_wrong_definition_of_the_covariance_is_found():
+    for batch_shape in ((), (3,)):
+        q = make(MatrixNormal, batch_shape)
+        before = torch.get_rng_state()
+        check_distribution(q)
+        assert torch.equal(before, torch.get_rng_state())
+        assert torch.get_default_dtype() == FLOAT64
     with pytest.raises(AssertionError, match="covariance of draws"):
-        check_distribution(mean_field(MeanFieldNormal), covariance=lambda q: torch.eye(12))
+        check_distribution(make(MeanFieldNormal), covariance=lambda q: torch.eye(12))
 
 
 # ---- families ------------------------------------------------------------------------------------
@@ -247,75 +179,55 @@ class Hidden(MeanField):
         return super().distribution(site, **parameters | {"loc": parameters["loc"] + shift})
 
 
-@dataclass(frozen=True)
-class VarianceAtTheStart(MeanField):
-    def init(self, site, loc, scale):
-        return super().init(site, loc, scale**2)
+def family(base=MeanField, **members):
+    return dataclass(frozen=True, eq="__eq__" not in members)(type("Faulty", (base,), members))
 
 
-@dataclass(frozen=True)
-class RandomVarianceAtTheStart(KTied):
-    def init(self, site, loc, scale):
-        return super().init(site, loc, scale**2)
+def init_in_default_dtype(own, site, loc, scale):
+    start, dtype = MeanField.init(own, site, loc, scale), torch.get_default_dtype()
+    return {name: torch.zeros_like(value).to(dtype) + value for name, value in start.items()}
 
 
-@dataclass(frozen=True)
-class SharesMemory(MeanField):
-    def init(self, site, loc, scale):
-        return super().init(site, loc, scale) | {"loc": loc}
+def untrained(own, site, **parameters):
+    return MeanField.distribution(own, site, **parameters | {"loc": parameters["loc"].detach()})
 
 
-@dataclass(frozen=True)
-class InDefaultDtype(MeanField):
-    def init(self, site, loc, scale):
-        start = super().init(site, loc, scale)
-        return {
-            name: torch.zeros_like(v).to(torch.get_default_dtype()) + v for name, v in start.items()
-        }
-
-
-@dataclass(frozen=True)
-class Untrained(MeanField):
-    def distribution(self, site, **parameters):
-        return super().distribution(site, **parameters | {"loc": parameters["loc"].detach()})
-
-
-@dataclass(frozen=True, eq=False)
-class Unequal(MeanField):
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-
-@dataclass(frozen=True)
-class Unchecked(MeanField):
-    def __post_init__(self):
-        pass
+def squared_start(base):
+    return lambda own, site, loc, scale: base.init(own, site, loc, scale**2)
 
 
 FAMILIES = {
-    Hidden: "a state dict restores the posterior in a new guide: draws that differ",
-    VarianceAtTheStart: "elements are independent with the variance `init_scale` ** 2",
-    RandomVarianceAtTheStart: "on average over starts the variance of an element",
-    SharesMemory: "tensors of `init` share no memory with `loc` or each other",
-    InDefaultDtype: "parameters, draws and medians keep the dtype torch.float32",
-    Untrained: "the ELBO has a finite gradient for `posteriors.net/weight.loc`",
-    Unequal: "a family equals a copy with the same options",
-    Unchecked: "a bad value of the option `max_scale` is refused by name",
+    "a state dict restores the posterior in a new guide: draws that differ": Hidden,
+    "elements are independent with the variance `init_scale` ** 2": (
+        family(init=squared_start(MeanField))
+    ),
+    "on average over starts the variance of an element": family(KTied, init=squared_start(KTied)),
+    "tensors of `init` share no memory with `loc` or each other": family(
+        init=lambda own, site, loc, scale: MeanField.init(own, site, loc, scale) | {"loc": loc}
+    ),
+    "parameters, draws and medians keep the dtype torch.float32": (
+        family(init=init_in_default_dtype)
+    ),
+    "the ELBO has a finite gradient for `posteriors.net/weight.loc`": (
+        family(distribution=untrained)
+    ),
+    "a family equals a copy with the same options": (
+        family(__eq__=object.__eq__, __hash__=object.__hash__)
+    ),
+    "a bad value of the option `max_scale` is refused by name": (
+        family(__post_init__=lambda own: None)
+    ),
 }
 
 
-@pytest.mark.parametrize(("family", "rule"), FAMILIES.items())
-def test_a_wrong_family_fails_by_the_rule(family, rule):
+@pytest.mark.parametrize("rule", FAMILIES)
+def test_a_wrong_family_fails_by_the_rule(rule):
     with pytest.raises(AssertionError, match=re.escape(rule)) as caught:
-        check_family(family())
-    assert str(caught.value).startswith(f"{family.__name__}(")
+        check_family(FAMILIES[rule]())
+    assert str(caught.value).startswith(f"{FAMILIES[rule].__name__}(")
 
 
 # ---- guides --------------------------------------------------------------------------------------
-
-
-def check_linear(kind, **options):
-    data = torch.randn(6, 3), torch.randn(6, 2)
-    check_guide(lambda model: kind(model, init_scale=0.3, **options), linear_function, *data)
 
 
 @dataclass(frozen=True)
@@ -328,8 +240,6 @@ class Overconfident(MeanField):
 
 
 class Narrow(MeanFieldNormal):
-    """Outputs are drawn without noise."""
-
     def image_around(self, mean, linear_map, x, bias_variance):
         return NormalOutputs(linear_map, mean, 0 * mean, bias_variance)
 
@@ -360,5 +270,6 @@ GUIDES = {
 
 @pytest.mark.parametrize(("kind", "rule"), GUIDES.items())
 def test_a_wrong_guide_fails_by_the_rule(kind, rule):
+    data = torch.randn(6, 3), torch.randn(6, 2)
     with pytest.raises(AssertionError, match=re.escape(rule)):
-        check_linear(kind)
+        check_guide(lambda model: kind(model, init_scale=0.3), linear_function, *data)

@@ -51,7 +51,6 @@ ORACLE = InducingOracle(lambda inducing: inducing.covariance_matrix)
 
 
 def make(law, event_shape=MATRIX, batch_shape=(), conditional_scale=None, **options):
-    """Return a weight whose inducing weights have a law, with random arguments."""
     joint = make_joint(batch_shape, event_shape, FLOAT64, **options)
     inducing = law(batch_shape, joint.inducing_shape, FLOAT64)
     if conditional_scale is None:

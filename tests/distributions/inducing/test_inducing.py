@@ -12,11 +12,13 @@ from torch.distributions import (
 )
 
 from pyro_structvi.distributions import (
+    Auxiliary,
     ConditionalNormal,
     InducingNormal,
     JoinedPrior,
     MeanFieldNormal,
 )
+from pyro_structvi.structures.inducing.outputs import InducingSide
 from pyro_structvi.testing import check_distribution
 from pyro_structvi.testing.contracts import Contract, with_leaves
 from tests import dense_oracles as dense
@@ -41,8 +43,9 @@ from tests.distributions.inducing.inducing_laws import (
     nested,
     point_mixture,
 )
-from tests.distributions.subject import FLOAT64
-from tests.unit_noise import assert_draws
+from tests.distributions.subject import FLOAT64, named_arguments, rebuilt
+from tests.exact_means import exact_mean
+from tests.unit_noise import assert_draws, close
 
 SIZE = 12  # of a matrix
 SETTINGS = [(MATRIX, (2,)), ((3, 2, 2), ())]
@@ -50,14 +53,6 @@ SETTINGS = [(MATRIX, (2,)), ((3, 2, 2), ())]
 FURTHER = {
     name: law for name, law in LAWS.items() if name not in {"diagonal", "matrix normal", "full"}
 }
-
-EVERY_LAW = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-EVERY_LAW_WITH_KL = pytest.mark.parametrize("law", WITH_KL.values(), ids=WITH_KL)
-EVERY_MIXTURE = pytest.mark.parametrize("law", MIXTURES.values(), ids=MIXTURES)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_stride=False)
 
 
 def kl_of_noise(scale):
@@ -71,19 +66,15 @@ def own_prior(q):
     return Normal(torch.zeros_like(scale), scale)
 
 
-# ---- the divergence ------------------------------------------------------------------------------
-
-
-@EVERY_LAW_WITH_KL
+@pytest.mark.parametrize(
+    "law", [*WITH_KL.values(), nested(make_mean_field)], ids=[*WITH_KL, "nested"]
+)
 def test_from_the_joints_own_prior_it_is_that_of_noise_and_of_inducing_weights(law):
     q = make(law, bias_scale=True)
-    inducing = kl_divergence(q.inducing, Normal(torch.zeros(INDUCING), 1.0))
-    close(kl_divergence(q, own_prior(q)), SIZE * kl_of_noise(q.conditional_scale) + inducing)
-
-
-def test_nested_inducing_weights_count_all_divergences():
-    q = make(nested(make_mean_field))
-    inducing = ORACLE.kl(q.inducing, torch.zeros(INDUCING), torch.ones(INDUCING))
+    if law in WITH_KL.values():
+        inducing = kl_divergence(q.inducing, Normal(torch.zeros(INDUCING), 1.0))
+    else:
+        inducing = ORACLE.kl(q.inducing, torch.zeros(INDUCING), torch.ones(INDUCING))
     close(kl_divergence(q, own_prior(q)), SIZE * kl_of_noise(q.conditional_scale) + inducing)
 
 
@@ -115,21 +106,38 @@ def test_every_form_of_the_prior_of_filters_has_the_dense_kl():
 
 
 @pytest.mark.parametrize("bias_scale", [False, True], ids=["one scale", "a bias"])
-@pytest.mark.parametrize(("weight_form", "bias_form"), [((1, 2), ()), ((4, 2), (4,))], ids=str)
-@EVERY_LAW_WITH_KL
-def test_a_joined_prior_has_the_dense_kl_and_gradients(law, weight_form, bias_form, bias_scale):
-    q, leaves = with_leaves(make(law, bias_scale=bias_scale))
-    weight, bias = torch.rand(weight_form) + 0.5, torch.rand(bias_form) + 0.5
-    normals = Normal(0.3, weight.expand(4, 2)), Normal(-1.0, bias.expand(4))
-    prior = JoinedPrior(Independent(normals[0], 2), Independent(normals[1], 1))
-    scale = torch.cat([weight.expand(4, 2), bias.expand(4).unsqueeze(-1)], -1)
-    loc = torch.tensor([0.3, 0.3, -1.0]).expand(MATRIX)
-    divergence, oracle = kl_divergence(q, prior), ORACLE.kl(q, loc, scale)
-    close(divergence, oracle)
-    Contract("it", leaves).close("has the dense gradients", divergence, oracle)
+@pytest.mark.parametrize("law", WITH_KL.values(), ids=WITH_KL)
+def test_a_joined_prior_has_the_dense_kl_and_gradients(law, bias_scale):
+    for weight_form, bias_form in (((1, 2), ()), ((4, 2), (4,))):
+        q, leaves = with_leaves(make(law, bias_scale=bias_scale))
+        weight, bias = torch.rand(weight_form) + 0.5, torch.rand(bias_form) + 0.5
+        normals = Normal(0.3, weight.expand(4, 2)), Normal(-1.0, bias.expand(4))
+        prior = JoinedPrior(Independent(normals[0], 2), Independent(normals[1], 1))
+        scale = torch.cat([weight.expand(4, 2), bias.expand(4).unsqueeze(-1)], -1)
+        loc = torch.tensor([0.3, 0.3, -1.0]).expand(MATRIX)
+        divergence, oracle = kl_divergence(q, prior), ORACLE.kl(q, loc, scale)
+        close(divergence, oracle)
+        Contract("it", leaves).close("has the dense gradients", divergence, oracle)
 
 
-# ---- other laws of the inducing weights ----------------------------------------------------------
+@pytest.mark.parametrize("law", WITH_KL.values(), ids=WITH_KL)
+def test_the_parts_of_drawn_inducing_weights_add_up_to_the_divergence_on_average(law):
+    """With closed forms, and with the densities of draws, as the objectives of Pyro use them."""
+    q, prior = make(law, bias_scale=True), Normal(torch.randn(MATRIX), torch.rand(MATRIX) + 0.5)
+    auxiliary = Auxiliary(q.inducing, Independent(Normal(torch.zeros(INDUCING), 1.0), 2))
+
+    def by_divergences():
+        return kl_divergence(q.condition(auxiliary.rsample()), prior) + auxiliary.kl()
+
+    def by_densities():
+        whitened = auxiliary.rsample()
+        given = q.condition(whitened)
+        weight = given.rsample()
+        log_ratio = given.log_prob(weight) - prior.log_prob(weight).sum()
+        return log_ratio + auxiliary.log_prob(whitened)
+
+    for parts in (by_divergences, by_densities):
+        close(exact_mean(parts), kl_divergence(q, prior))
 
 
 @pytest.mark.parametrize(("event_shape", "batch_shape"), SETTINGS, ids=str)
@@ -145,13 +153,17 @@ def test_the_contract_holds_for_every_law_of_inducing_weights(law, event_shape, 
     )
 
 
-@pytest.mark.parametrize("number", [0, 2])
-@EVERY_MIXTURE
-def test_draws_of_a_mixture_are_those_of_its_members(law, number):
+@pytest.mark.parametrize("law", MIXTURES.values(), ids=MIXTURES)
+def test_a_mixture_has_draws_of_its_members_and_no_entropy_and_no_density_of_outputs(law):
     q = make(law, batch_shape=(2,))
-    member = member_of(q, number)
-    with choosing(number):
-        assert_draws(q.rsample, ORACLE.mean(member), ORACLE.covariance(member))
+    for number in (0, 2):
+        member = member_of(q, number)
+        with choosing(number):
+            assert_draws(q.rsample, ORACLE.mean(member), ORACLE.covariance(member))
+    with pytest.raises(NotImplementedError, match="no entropy in closed form"):
+        q.entropy()
+    with pytest.raises(NotImplementedError, match="draws and moments only"):
+        make(law).image(torch.randn(7, 3)).log_prob(torch.zeros(7, 4))
 
 
 def test_the_density_of_a_mixture_is_the_mean_of_densities():
@@ -162,54 +174,25 @@ def test_the_density_of_a_mixture_is_the_mean_of_densities():
     members = MultivariateNormal(means, covariance.unsqueeze(-3))
     mixture = MixtureSameFamily(Categorical(torch.ones(2, 3)), members)
     close(q.log_prob(value), mixture.log_prob(value.flatten(-2)))
-
-
-@EVERY_MIXTURE
-def test_a_mixture_has_no_entropy(law):
-    with pytest.raises(NotImplementedError, match="no entropy in closed form"):
-        make(law).entropy()
-
-
-def test_inducing_weights_that_are_a_mixture_of_normals_have_no_density():
     with pytest.raises(NotImplementedError, match="mixture of normals as inducing weights"):
         make(nested(point_mixture(2))).log_prob(torch.zeros(MATRIX))
 
 
-@EVERY_MIXTURE
-def test_outputs_of_a_mixture_have_no_density(law):
-    image = make(law).image(torch.randn(7, 3))
-    with pytest.raises(NotImplementedError, match="draws and moments only"):
-        image.log_prob(torch.zeros(7, 4))
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def joint_for_arguments():
-    return make_joint((2,), MATRIX, FLOAT64)
-
-
-WRONG = [
-    ((3, 2), r"must have shape \(\*batch, M_out, M_in\) = \(2, 3, 2\), but got \(3, 2\)"),
-    ((2, 2, 3), r"must have shape .* = \(2, 3, 2\), but got \(2, 2, 3\)"),
-    ((2,), r"must have shape .* = \(2, 3, 2\), but got \(2,\)"),
-]
-
-
-@pytest.mark.parametrize(("shape", "message"), WRONG)
-def test_inducing_weights_that_do_not_fit_are_refused(shape, message):
-    joint = joint_for_arguments()
-    with pytest.raises(ValueError, match=f"`inducing_loc` {message}"):
-        InducingNormal(joint, torch.zeros(shape), 1.0, 1.0)
-    with pytest.raises(ValueError, match=f"`whitened` {message}"):
-        ConditionalNormal(joint, torch.zeros(shape), 1.0)
-    inducing = MeanFieldNormal(torch.zeros(shape), torch.tensor(1.0), min(len(shape), 2))
-    with pytest.raises(ValueError, match=f"`inducing` {message}"):
-        InducingNormal.from_inducing(joint, inducing, 1.0)
+def test_inducing_weights_that_do_not_fit_are_refused():
+    joint, wrong = make_joint((2,), MATRIX, FLOAT64), torch.zeros(2, 2, 3)
+    inducing = MeanFieldNormal(wrong, torch.tensor(1.0), 2)
+    message = r"must have shape \(\*batch, M_out, M_in\) = \(2, 3, 2\), but got \(2, 2, 3\)"
+    for name, make_wrong in (
+        ("inducing_loc", lambda: InducingNormal(joint, wrong, 1.0, 1.0)),
+        ("whitened", lambda: ConditionalNormal(joint, wrong, 1.0)),
+        ("inducing", lambda: InducingNormal.from_inducing(joint, inducing, 1.0)),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` {message}"):
+            make_wrong()
 
 
 def test_inducing_weights_that_are_drawn_elsewhere_leave_no_law():
-    q = InducingNormal.from_inducing(joint_for_arguments(), None, 0.5)
+    q = InducingNormal.from_inducing(make_joint((2,), MATRIX, FLOAT64), None, 0.5)
     for ask in (lambda: q.mean, q.rsample, lambda: q.image(torch.zeros(3))):
         with pytest.raises(RuntimeError, match=r"one joint posterior.*guide\.draw"):
             ask()
@@ -217,3 +200,40 @@ def test_inducing_weights_that_are_drawn_elsewhere_leave_no_law():
     expected = ConditionalNormal(q.joint, whitened, 0.5)
     close(q.condition(whitened).covariance_matrix, expected.covariance_matrix)
     close(q.condition(whitened).mean, expected.mean)
+
+
+def as_prior(scales, loc, is_learned, joined):
+    """Return a prior of one weight; where its scales are learned they may become other numbers."""
+    scales = [scale.detach().clone().requires_grad_(is_learned) for scale in scales]
+    if not joined:
+        return Independent(Normal(loc, scales[0]).expand(MATRIX), 2)
+    weight, bias = (Normal(loc, scale) for scale in scales)
+    return JoinedPrior(
+        Independent(weight.expand((MATRIX[0], MATRIX[1] - 1)), 2),
+        Independent(bias.expand(MATRIX[:1]), 1),
+    )
+
+
+@pytest.mark.parametrize(("joined", "bias_scale"), [(False, False), (True, False), (True, True)])
+def test_the_divergence_is_the_same_whether_the_prior_is_known(joined, bias_scale, monkeypatch):
+    q = make(make_mean_field, bias_scale=bias_scale)
+    scales = [q.joint.scale, q.joint.bias_scale if bias_scale else q.joint.scale]
+    loc = torch.zeros(())
+    expected = kl_divergence(q, as_prior(scales, loc, True, joined))
+    others = [
+        as_prior(scales, loc + 0.1, False, joined),
+        *(
+            as_prior([s * f for s, f in zip(scales, factors, strict=True)], loc, False, joined)
+            for factors in ([(1.1, 1.0), (1.0, 1.1)] if joined else [(1.1, 1.1)])
+        ),
+    ]
+    for other in others:
+        assert abs(kl_divergence(q, other) - expected) > 1e-3
+    fresh = rebuilt(q, named_arguments(q))
+
+    def refuse(*_):
+        raise AssertionError("the factors are not needed")
+
+    monkeypatch.setattr(InducingSide, "of", refuse)
+    found = kl_divergence(fresh, as_prior(scales, loc, False, joined))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

@@ -6,38 +6,15 @@ import torch.nn.functional as F
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
-from pyro_structvi.structures.inducing import augmented
 from tests.distributions.cases import make_joint, make_mean_field, positive
-from tests.distributions.inducing.inducing_laws import LAWS, MIXTURES, ORACLE, make
+from tests.distributions.inducing.inducing_laws import ORACLE, make
 from tests.distributions.subject import FLOAT32, FLOAT64, arguments, with_arguments
-from tests.lazy_weights import lazy
 from tests.recorded_sizes import RecordsSizes
 
 OUT, IN = 3, 4
-EVERY_MIXTURE = pytest.mark.parametrize("law", MIXTURES.values(), ids=MIXTURES)
-EVERY_LAW = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-JOINED = pytest.mark.parametrize("join", [False, True], ids=["plain", "joined"])
 
 
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_stride=False)
-
-
-@pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])
-def test_a_convolution_with_groups_gets_one_drawn_weight(join):
-    linear_map = join(ConvolutionMap(F.conv1d, (2, 2), groups=3))
-    x = torch.randn(5, 6, 4)
-    assert make(make_mean_field, (OUT, IN)).ways_to_apply(linear_map, x) == ("weight",)
-    weight = lazy(make(make_mean_field, (OUT, 2, 2)))
-    outputs = F.conv1d(x, weight, groups=3)
-    assert weight.is_drawn
-    close(outputs, F.conv1d(x, weight.draw(), groups=3))
-
-
-# ---- costs ---------------------------------------------------------------------------------------
-
-
-@JOINED
+@pytest.mark.parametrize("join", [False, True], ids=["plain", "joined"])
 def test_a_draw_of_outputs_forms_nothing_of_the_weights_size(join):
     q, x = make(make_mean_field, (60, 70 + join), bias_scale=join), torch.randn(4, 70)
     linear_map = BiasColumnMap(DenseMap()) if join else DenseMap()
@@ -68,22 +45,15 @@ def test_outputs_are_drawn_unless_noise_at_every_position_costs_more(shape, imag
     assert q.ways_to_apply(linear_map, x) == ways
 
 
-def test_whether_a_weight_is_drawn_is_seen_in_the_layer(monkeypatch):
-    x = torch.randn(5, 2, 4)
-    for cost, drawn in ((1e9, True), (-1e9, False)):
-        monkeypatch.setattr(augmented, "NOISE_COST", cost)
-        lazy_weight = lazy(make(make_mean_field, (OUT, 2, 2)))
-        F.conv1d(x, lazy_weight)
-        assert lazy_weight.is_drawn is drawn
-
-
-# ---- numbers -------------------------------------------------------------------------------------
-
-
 def single_precision():
     joint = make_joint((), (OUT, IN), FLOAT32, bias_scale=True, inducing_shape=(2, 2))
     loc, scale = torch.randn(2, 2).float(), positive(2, 2, dtype=FLOAT32)
     return with_arguments(InducingNormal(joint, loc, scale, 0.3), torch.clone)
+
+
+def assert_finite_gradients(value, leaves):
+    for gradient in torch.autograd.grad(value.sum(), leaves):
+        assert torch.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,8 +66,7 @@ def test_mixed_precision_draws_outputs_and_passes_gradients_on(dtype):
     expected = q.image(F.pad(x.float(), (0, 1), value=1.0))
     torch.testing.assert_close(outputs.float().mean(0), expected.mean, rtol=0.03, atol=0.03)
     torch.testing.assert_close(outputs.float().var(0), expected.variance, rtol=0.08, atol=0.01)
-    for gradient in torch.autograd.grad(outputs.float().sum(), arguments(q)):
-        assert torch.isfinite(gradient).all()
+    assert_finite_gradients(outputs.float(), arguments(q))
 
 
 def test_mixed_precision_draws_weights_in_the_parameters_dtype():
@@ -107,8 +76,7 @@ def test_mixed_precision_draws_weights_in_the_parameters_dtype():
         assert q.mean.dtype == weight.dtype == FLOAT32
     exact = ORACLE.mean(with_arguments(q, lambda value: value.detach().double()))
     torch.testing.assert_close(q.mean.double(), exact, rtol=1e-5, atol=1e-6)
-    for gradient in torch.autograd.grad(weight.sum(), arguments(q)):
-        assert torch.isfinite(gradient).all()
+    assert_finite_gradients(weight, arguments(q))
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e12])
@@ -117,8 +85,7 @@ def test_inputs_of_any_size_have_finite_outputs_and_gradients(size):
     x = (size * torch.randn(5, IN)).float().requires_grad_()
     outputs = q.image(x).rsample()
     assert torch.isfinite(outputs).all()
-    for gradient in torch.autograd.grad(outputs.sum(), [x, *arguments(q)]):
-        assert torch.isfinite(gradient).all()
+    assert_finite_gradients(outputs, [x, *arguments(q)])
 
 
 def test_where_the_inducing_weights_see_all_of_the_input_gradients_are_finite():
@@ -128,6 +95,4 @@ def test_where_the_inducing_weights_see_all_of_the_input_gradients_are_finite():
         values[name] = torch.full_like(values[name], 1e-9)
     q = InducingNormal(AugmentedMatrixNormal(**values), torch.zeros(OUT, IN), 0.5, 1.0)
     q = with_arguments(q, torch.clone)
-    outputs = q.image(torch.randn(7, IN)).rsample()
-    for gradient in torch.autograd.grad(outputs.sum(), arguments(q)):
-        assert torch.isfinite(gradient).all()
+    assert_finite_gradients(q.image(torch.randn(7, IN)).rsample(), arguments(q))

@@ -1,0 +1,116 @@
+"""Sums with gradients by hand, the Walsh-Hadamard transform, draws by the noise that they show."""
+
+import math
+
+import pytest
+import torch
+from scipy.linalg import hadamard
+
+from pyro_structvi.linalg.matrices import SumOfLogs, floored_sqrt, walsh_hadamard_transform
+from pyro_structvi.structures.full_covariance import rao_blackwell_sample
+from pyro_structvi.weights.outputs import draw_normal
+
+SHAPE = (2, 3, 4)
+
+
+def test_the_sum_of_logs_has_first_and_second_derivatives():
+    rows, columns = torch.rand(2, 4, 3) + 0.1, torch.rand(2, 5, 3) + 0.1
+    arguments = rows.requires_grad_(), columns.requires_grad_()
+    torch.testing.assert_close(SumOfLogs.apply(*arguments), (rows @ columns.mT).log().sum((-2, -1)))
+    assert torch.autograd.gradcheck(SumOfLogs.apply, arguments, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(SumOfLogs.apply, arguments)
+
+
+def test_narrow_variances_keep_their_deviations():
+    variance = torch.full((3,), 1e-6, dtype=torch.float16)
+    draws = draw_normal(torch.zeros_like(variance), variance, torch.ones_like(variance))
+    torch.testing.assert_close(draws.double(), torch.full((3,), 1e-3), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "vmap"])
+def test_normal_draws_have_first_and_second_derivatives(kind):
+    mean, noise = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+    variance = (torch.rand(SHAPE) + 0.1).requires_grad_()
+
+    def draw(mean, variance):
+        if kind == "vmap":
+            return torch.func.vmap(draw_normal)(mean, variance, noise)
+        return draw_normal(mean, variance, noise)
+
+    torch.testing.assert_close(draw(mean, variance), mean + variance.sqrt() * noise)
+    assert torch.autograd.gradcheck(draw, (mean, variance), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(draw, (mean, variance))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_draws_without_variance_have_no_gradient_by_it(dtype):
+    """As behind the floor of a root: inputs of zeros, or rounding below zero."""
+    variance = torch.tensor([0.0, -1e-9, 1e-30, 4.0], dtype=dtype, requires_grad=True)
+    mean, noise = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
+    draws = draw_normal(mean, variance, noise)
+    torch.testing.assert_close(draws, floored_sqrt(variance))
+    (own,) = torch.autograd.grad(draws.sum(), variance)
+    (expected,) = torch.autograd.grad(floored_sqrt(variance).sum(), variance)
+    torch.testing.assert_close(own, expected)
+    assert own[:2].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (2,), (0, 8), (2, 1, 3, 64), (3, 2048)])
+def test_it_multiplies_by_the_matrix_and_so_do_gradients(shape):
+    x, size = torch.randn(shape, requires_grad=True), shape[-1]
+    matrix = torch.from_numpy(hadamard(size, float)) / math.sqrt(size)
+    found, direction = walsh_hadamard_transform(x), torch.randn(shape)
+    torch.testing.assert_close(found, x @ matrix)
+    (gradient,) = torch.autograd.grad((found * direction).sum(), x)
+    torch.testing.assert_close(gradient, direction @ matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_any_dtype(dtype):
+    x = torch.randn(3, 256, dtype=dtype)
+    found, wide = walsh_hadamard_transform(x), torch.promote_types(dtype, torch.float64)
+    assert found.dtype == dtype
+    tolerance, exact = 16 * torch.finfo(dtype).eps, walsh_hadamard_transform(x.to(wide))
+    torch.testing.assert_close(found.to(wide), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_no_state_is_left_by_inference_mode_or_a_transform():
+    x = torch.randn(3, 16)
+    with torch.inference_mode():
+        expected = walsh_hadamard_transform(x)
+    per_row = torch.func.vmap(torch.func.grad(lambda row: walsh_hadamard_transform(row)[0]))(x)
+    torch.testing.assert_close(per_row, torch.full_like(x, 0.25))
+    torch.testing.assert_close(walsh_hadamard_transform(x), expected)
+
+
+def test_other_sizes_are_refused():
+    for shape in ((), (2, 0), (4, 6)):
+        with pytest.raises(ValueError, match="The last dimension of `x` must be a power of two"):
+            walsh_hadamard_transform(torch.zeros(shape))
+
+
+def gradient(columns, noise, function):
+    columns = columns.detach().requires_grad_()
+    drawn = rao_blackwell_sample(columns, noise)
+    return drawn.detach(), torch.autograd.grad(function(drawn).sum(), columns)[0]
+
+
+def test_the_gradient_is_the_mean_of_that_of_the_noise_given_the_draws():
+    columns, noise = torch.randn(7, 3), torch.randn(7)
+    drawn, own = gradient(columns, noise, lambda f: f.sin().prod(-1))
+    torch.testing.assert_close(drawn, noise @ columns, rtol=1e-12, atol=1e-12)
+    f = drawn.requires_grad_()
+    (by_output,) = torch.autograd.grad(f.sin().prod(-1), f)
+    mean = columns @ torch.linalg.solve(columns.mT @ columns, drawn.detach())
+    torch.testing.assert_close(own, torch.outer(mean, by_output), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_that_depend_on_each_other_have_finite_gradients(dtype):
+    """An input of zeros, and two outputs that are one."""
+    columns = torch.randn(7, 1, dtype=dtype) @ torch.tensor([[1.0, 1.0, 0.0]], dtype=dtype)
+    noise = torch.randn(4, 7, dtype=dtype)
+    for each in (columns, torch.zeros_like(columns)):
+        drawn, own = gradient(each, noise, lambda f: f.square().sum(-1))
+        torch.testing.assert_close(drawn, noise @ each)
+        assert bool(own.isfinite().all())
