@@ -34,19 +34,16 @@ def test_without_directions_a_constant_diagonal_stays_and_means_move():
     assert sum(moved) == len(before) - len(scales)
 
 
-@pytest.mark.parametrize("name", [name for name in posteriors.GUIDES if "=" in name])
-def test_each_posterior_has_the_rank_and_the_diagonal_of_its_name(name):
-    guide = posteriors.GUIDES[name](make_regressor())
-    family = guide[guide.site_names[0]].family
-    if "K = 0" in name:
-        assert type(family).__name__ == "MeanField"
-        return
-    assert f"K = {family.rank}" in name
-    assert family.join_bias
-    diagonals = {"ELRG-D": "full", "isotropic": "isotropic", "ELRG,": "constant"}
-    expected = [value for start, value in diagonals.items() if name.startswith(start)]
-    assert family.diagonal == (expected or ["constant"])[0]
-    assert family.diagonal_variance == (math.exp(-10) if name.startswith("ELRG,") else None)
+def test_each_posterior_has_the_rank_and_the_diagonal_of_its_name():
+    for name in (own for own in posteriors.GUIDES if "K = " in own and "K = 0" not in own):
+        guide = posteriors.GUIDES[name](make_regressor())
+        family = guide[guide.site_names[0]].family
+        assert f"K = {family.rank}" in name
+        assert family.join_bias
+        diagonals = {"ELRG-D": "full", "isotropic": "isotropic", "ELRG,": "constant"}
+        expected = [value for start, value in diagonals.items() if name.startswith(start)]
+        assert family.diagonal == (expected or ["constant"])[0]
+        assert family.diagonal_variance == (math.exp(-10) if name.startswith("ELRG,") else None)
 
 
 def test_the_bound_over_uneven_batches_is_that_of_all_data():

@@ -8,7 +8,6 @@ from torch import nn
 
 import pyro_structvi as ps
 from examples.papers.tutorial import depth
-from tests.statistics import assert_mean
 
 
 def random_layers(*widths):
@@ -36,25 +35,6 @@ def test_the_covariance_of_a_product_is_exact(widths):
     expected = exact.T.cov(correction=0).reshape(exact.shape[1], -1)
     found = depth.product_covariance(means, variances)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_draws_of_a_product_of_two_layers_have_its_covariance():
-    torch.manual_seed(0)
-    means, variances = random_layers(4, 3, 2)
-    draws = [
-        mean + variance.sqrt() * torch.randn(50_000, *mean.shape)
-        for mean, variance in zip(means, variances, strict=True)
-    ]
-    centred = depth.products(draws, torch.ones(4)).flatten(1) - (means[1] @ means[0]).flatten()
-    covariance = depth.product_covariance(means, variances)
-    assert_mean(centred, torch.zeros(8))
-    assert_mean(centred[:, :, None] * centred[:, None], covariance)
-
-
-def test_independent_elements_vary_together_after_a_product():
-    means, variances = random_layers(4, 3, 2)
-    assert depth.mean_correlation(depth.product_covariance(means[:1], variances[:1])) == 0
-    assert depth.mean_correlation(depth.product_covariance(means, variances)) > 0.01
 
 
 def test_the_mean_of_absolute_correlations():
