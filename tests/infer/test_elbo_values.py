@@ -41,20 +41,20 @@ def flat(tensors):
 
 
 @pytest.mark.parametrize("guide_name", GUIDES)
-@pytest.mark.parametrize("elbo_class", [ps.StructuredELBO, TraceMeanField_ELBO])
-def test_without_data_the_loss_is_the_same_for_every_seed(guide_name, elbo_class):
+def test_without_data_the_loss_is_the_same_for_every_seed(guide_name):
     guide = GUIDES[guide_name](prior_only, init_scale=0.7)
     guide.initialize()
-    elbo, values = elbo_class(), []
-    for seed in range(5):
-        torch.manual_seed(seed)
-        values.append(elbo.loss(prior_only, guide))
-    assert max(values) - min(values) < 1e-12 * abs(values[0])
-    exact = expected_kl(guide["weight"](), torch.tensor(2.0), elbo_class)
     terms = ps.StructuredELBO().terms(prior_only, guide)
-    torch.testing.assert_close(terms.kl["weight"], exact)
     assert terms.log_likelihood == {}
-    assert values[0] == pytest.approx(-terms.elbo.item())
+    for elbo_class in (ps.StructuredELBO, TraceMeanField_ELBO):
+        values = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            values.append(elbo_class().loss(prior_only, guide))
+        assert max(values) - min(values) < 1e-12 * abs(values[0])
+        exact = expected_kl(guide["weight"](), torch.tensor(2.0), elbo_class)
+        torch.testing.assert_close(terms.kl["weight"], exact)
+        assert values[0] == pytest.approx(-terms.elbo.item())
 
 
 def expected_kl(q, prior_scale, elbo_class=ps.StructuredELBO):
@@ -86,19 +86,16 @@ def expected_linear_loss(guide, x, y, elbo_class=ps.StructuredELBO):
 
 
 @pytest.mark.parametrize("guide_name", [name for name in GUIDES if name != ENSEMBLE])
-@pytest.mark.parametrize(
-    ("elbo_class", "local_reparam"),
-    [*((elbo_class, True) for elbo_class in ELBOS), (ps.StructuredELBO, False)],
-)
-def test_every_elbo_has_the_closed_forms_mean(elbo_class, guide_name, local_reparam):
+def test_every_elbo_has_the_closed_forms_mean(guide_name):
     x, y = torch.randn(3, 3), torch.randn(3, 2)
-    options = {"init_scale": 0.3, "local_reparam": local_reparam}
-    guide = GUIDES[guide_name](linear_function, **options)
-    guide.initialize(x, y)
-    condition_well(guide)
-    mean = mean_loss(elbo_class(), linear_function, guide, x, y)
-    expected = expected_linear_loss(guide, x, y, elbo_class).detach()
-    assert_close(mean, expected)
+    for elbo_class, local_reparam in (*((each, True) for each in ELBOS), (ELBOS[0], False)):
+        options = {"init_scale": 0.3, "local_reparam": local_reparam}
+        guide = GUIDES[guide_name](linear_function, **options)
+        guide.initialize(x, y)
+        condition_well(guide)
+        mean = mean_loss(elbo_class(), linear_function, guide, x, y)
+        expected = expected_linear_loss(guide, x, y, elbo_class).detach()
+        assert_close(mean, expected)
 
 
 def condition_well(guide):
@@ -110,16 +107,15 @@ def condition_well(guide):
 
 
 @pytest.mark.parametrize("guide_name", ["k-tied", "low rank", "inducing weights"])
-@pytest.mark.parametrize("elbo_class", ELBOS)
-def test_every_elbo_has_the_closed_forms_mean_gradient(elbo_class, guide_name):
+def test_every_elbo_has_the_closed_forms_mean_gradient(guide_name):
     x, y = torch.randn(3, 3), torch.randn(3, 2)
     guide = GUIDES[guide_name](linear_function, init_scale=0.3)
     guide.initialize(x, y)
     condition_well(guide)
-    exact = expected_linear_loss(guide, x, y, elbo_class)
-    expected = flat(torch.autograd.grad(exact, list(guide.parameters())))
-    mean = mean_gradient(elbo_class(), linear_function, guide, x, y)
-    assert_close(mean, expected)
+    for elbo_class in ELBOS:
+        exact = expected_linear_loss(guide, x, y, elbo_class)
+        expected = flat(torch.autograd.grad(exact, list(guide.parameters())))
+        assert_close(mean_gradient(elbo_class(), linear_function, guide, x, y), expected)
 
 
 class RecordsTraces(ps.StructuredELBO):

@@ -190,12 +190,15 @@ def deep_guide(make_guide, num_weights, num_points=0, width=56):
 
 
 @pytest.mark.parametrize(
-    ("num_weights", "num_points", "share"),
-    [(1, 0, 1.0), (3, 0, 1.0), (2, 1, 1.0), (4, 0, 0.75), (12, 0, 0.25), (2, 10, 0.25)],
+    ("num_weights", "num_points", "width", "share"),
+    [
+        *((1, 0, 56, 1.0), (3, 0, 56, 1.0), (2, 1, 56, 1.0), (4, 0, 56, 0.75)),
+        *((12, 0, 56, 0.25), (2, 10, 56, 0.25), (12, 0, 50, 1.0)),
+    ],
 )
-def test_rates_of_wide_weights_fall_with_their_number(num_weights, num_points, share):
-    """Biases, and scales and shifts of normalization, keep theirs."""
-    guide, named = deep_guide(ps.MeanFieldGuide, num_weights, num_points)
+def test_rates_of_wide_weights_fall_with_their_number(num_weights, num_points, width, share):
+    """Narrow weights, biases, and scales and shifts of normalization keep theirs."""
+    guide, named = deep_guide(ps.MeanFieldGuide, num_weights, num_points, width)
     rates = rates_of(ps.StructuredAdam([value for _, value in named], guide, lr=1.0))
     for name, value in named:
         if "posteriors" in name:
@@ -221,12 +224,6 @@ def test_wide_points_are_those_with_a_large_fan_in():
     assert {rates[each.weight] for each in (transposed, *wide)} == {0.25}
 
 
-def test_narrow_weights_keep_their_rates():
-    guide, named = deep_guide(ps.MeanFieldGuide, 12, width=50)
-    rates = rates_of(ps.StructuredAdam([value for _, value in named], guide, lr=1.0))
-    assert {rates[value] for name, value in named if name.endswith(".loc")} == {0.25}
-
-
 @pytest.mark.parametrize(
     "make_guide",
     [
@@ -244,8 +241,9 @@ def test_members_are_not_layers(make_guide):
 
 def test_moves_along_the_posterior_fall_with_the_number_of_wide_weights():
     guide, _ = deep_guide(ps.MatrixNormalGuide, 12)
-    optimizer = ps.StructuredAdam(guide.parameters(), guide, posterior_lr=3.0)
+    optimizer = ps.StructuredAdam(guide.parameters(), guide, posterior_lr=3.0, warm_up=100)
     assert {group["posterior_lr"] for group in optimizer.param_groups} == {0.75}
+    assert {group["warm_up"] for group in optimizer.param_groups} == {0}, "no factor waits"
 
 
 # ---- what waits -----------------------------------------------------------------------------------
@@ -272,12 +270,6 @@ def test_correlations_move_slowly_first(make_guide):
             waits = name.endswith((".lower", ".across", ".factors"))
             share = min(1.0, (number + 1) / 4) ** 2 if waits else 1.0
             torch.testing.assert_close(move, share * moves[0][name], rtol=1e-9, atol=1e-14)
-
-
-def test_the_factors_of_a_matrix_normal_do_not_wait():
-    _, guide = make(ps.MatrixNormalGuide)
-    optimizer = ps.StructuredAdam(guide.parameters(), guide, warm_up=100)
-    assert {group["warm_up"] for group in optimizer.param_groups} == {0}
 
 
 def test_a_fit_waits_for_a_share_of_its_steps(monkeypatch):

@@ -87,58 +87,19 @@ def test_a_step_that_is_skipped_leaves_the_usual_norm():
 # ---- as an optimizer of torch --------------------------------------------------------------------
 
 
-def test_a_state_dict_goes_on():
+def test_parameters_without_a_gradient_stay_and_a_closure_is_called_with_gradients():
     model, guide = make(GUIDES["rowwise, joined"])
-    optimizer = ps.StructuredAdam(guide.parameters(), guide)
-    for number in range(3):
-        gradients(guide, model, number)
-        optimizer.step()
-    kept, state = snapshot(guide), optimizer.state_dict()
-    state = {
-        "state": {k: {n: v.clone() for n, v in each.items()} for k, each in state["state"].items()},
-        "param_groups": state["param_groups"],
-    }
-    gradients(guide, model, 9)
-    optimizer.step()
-    expected = snapshot(guide)
-    with torch.no_grad():
-        for name, value in guide.named_parameters():
-            value.copy_(kept[name])
-    other = ps.StructuredAdam(guide.parameters(), guide, lr=0.5)
-    other.load_state_dict(state)
-    gradients(guide, model, 9)
-    other.step()
-    assert all(torch.equal(value, expected[name]) for name, value in snapshot(guide).items())
-
-
-def test_parameters_without_a_gradient_stay():
-    model, guide = make(GUIDES["rowwise, joined"])
-    gradients(guide, model, 0)
     first = posteriors(guide)[0]
-    first.loc.grad = None
-    before = snapshot(first)
-    ps.StructuredAdam(guide.parameters(), guide).step()
-    assert torch.equal(first.loc, before["loc"])
-    assert not torch.equal(first.lower, before["lower"])
-
-
-def test_a_closure_is_called_with_gradients():
-    model, guide = make(ps.MeanFieldGuide)
-    optimizer = ps.StructuredAdam(guide.parameters(), guide)
 
     def closure():
         gradients(guide, model, 0)
+        first.loc.grad = None
         return 3.0
 
-    before = snapshot(guide)
-    assert optimizer.step(closure) == 3.0
-    assert not torch.equal(posteriors(guide)[0].loc, before["posteriors.net/0/weight.loc"])
-
-
-def test_groups_of_parameters_are_refused():
-    _, guide = make(ps.MeanFieldGuide)
-    with pytest.raises(TypeError, match="`parameters` must be"):
-        ps.StructuredAdam([{"params": [*guide.parameters()]}], guide)
+    before = snapshot(first)
+    assert ps.StructuredAdam(guide.parameters(), guide).step(closure) == 3.0
+    assert torch.equal(first.loc, before["loc"])
+    assert not torch.equal(first.lower, before["lower"])
 
 
 # ---- in a fit ------------------------------------------------------------------------------------
@@ -175,21 +136,18 @@ def test_a_longer_run_goes_on_with_its_own_cosine(tmp_path):
         fit(6, lr=0.2)
     with pytest.raises(ValueError, match=r"`lr` is 'a function' here, and 'a number or None' in"):
         fit(6, lr=CosineDecay(6, 0.1))
-
-
-def test_without_a_rate_an_optimizer_has_its_own():
     model, guide = make(ps.MeanFieldGuide)
     options = {"optimizer": torch.optim.Adam, "kl_weight": 1.0, "progress": False}
-    assert ps.fit(model, guide, regression_data(), num_steps=1, **options).lr == [1e-3]
+    lr = ps.fit(model, guide, regression_data(), num_steps=1, **options).lr
+    assert lr == [1e-3], "an optimizer's own"
 
 
-@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.RowwiseGuide])
-def test_scaled_gradients_are_divided_by_their_scale(make_guide):
+def test_scaled_gradients_are_divided_by_their_scale():
     """As mixed precision scales them, by another factor in each step."""
 
     def train(scales):
         torch.manual_seed(0)
-        model, guide = make(make_guide)
+        model, guide = make(ps.RowwiseGuide)
         optimizer = ps.StructuredAdam(guide.parameters(), guide)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales is not None)
         for number in range(3):
