@@ -12,7 +12,15 @@ import pyro_structvi as ps
 from pyro_structvi.infer import batches
 from pyro_structvi.infer.batches import Feed, as_batches
 
-KINDS = {"tensors": lambda numbers: (numbers,), "dataset": TensorDataset}
+KINDS = {
+    "tensors": lambda numbers: (numbers,),
+    "mapping": lambda numbers: ({"x": numbers},),
+    "dataset": TensorDataset,
+}
+
+
+def first(batch):
+    return batch[0]["x"] if isinstance(batch[0], dict) else batch[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -22,7 +30,7 @@ def test_every_example_is_in_an_epoch_once(kind, batch_size, sizes):
     epochs = []
     for epoch in (0, 1, 0):
         loader.sampler.set_epoch(epoch)
-        batches_of_epoch = [batch[0] for batch in loader]
+        batches_of_epoch = [first(batch) for batch in loader]
         assert [len(batch) for batch in batches_of_epoch] == sizes
         epochs.append(torch.cat(batches_of_epoch).tolist())
         assert sorted(epochs[-1]) == [*range(25)]
@@ -34,13 +42,13 @@ def test_every_example_is_in_an_epoch_once(kind, batch_size, sizes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_feed_goes_on_from_every_place(kind):
     loader = as_batches(KINDS[kind](torch.arange(10)), 4, None, seed=5)
-    whole = [args[0].tolist() for args, _ in islice(Feed(loader, None), 9)]
-    assert Feed(loader, None).peek()[0][0].tolist() == whole[0]
+    whole = [first(args).tolist() for args, _ in islice(Feed(loader, None), 9)]
+    assert first(Feed(loader, None).peek()[0]).tolist() == whole[0]
     for done in range(9):
         rest = islice(Feed(loader, None, *divmod(done, 3)), 9 - done)
-        assert [args[0].tolist() for args, _ in rest] == whole[done:]
+        assert [first(args).tolist() for args, _ in rest] == whole[done:]
     ended = Feed(loader, None, 0, 3)
-    assert next(iter(ended))[0][0].tolist() == whole[3]
+    assert first(next(iter(ended))[0]).tolist() == whole[3]
     x = torch.randn(5, 2)
     (batch,) = as_batches((x,), None, None)
     assert batch[0] is x, "one batch, left as it is"

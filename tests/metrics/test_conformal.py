@@ -64,13 +64,6 @@ def test_few_examples_give_everything():
     assert conformal_sets(some[:3], some, torch.zeros(8, dtype=torch.long), 0.9).all()
 
 
-@pytest.mark.parametrize("level", [0.0, 1.0])
-def test_levels_are_probabilities(level):
-    some = torch.full((8, 2), 0.5)
-    with pytest.raises(ValueError, match="level"):
-        conformal_sets(some, some, torch.zeros(8, dtype=torch.long), level)
-
-
 def test_targets_and_classes_must_fit():
     parts = [normal_prediction(torch.zeros(n), 1.0) for n in (3, 8)]
     with pytest.raises(ValueError, match="`y` must have shape"):

@@ -43,18 +43,3 @@ def test_perfect_and_useless_scores():
     constant = detection_scores(torch.zeros(40), torch.zeros(20))
     assert (constant.auroc, constant.aupr, constant.fpr_at_95) == (0.5, pytest.approx(1 / 3), 1)
     assert constant.aupr_inside == pytest.approx(2 / 3)
-
-
-def test_negated_and_swapped_the_other_rate():
-    inside, outside = torch.randn(100), 1 + torch.randn(100)
-    scores = detection_scores(-outside, -inside)
-    threshold = inside.sort().values[94]  # 95 of 100 inside are at most this
-    assert scores.fpr_at_95 == pytest.approx((outside <= threshold).double().mean().item())
-    assert scores.auroc == pytest.approx(detection_scores(inside, outside).auroc, abs=1e-6)
-
-
-def test_one_number_for_each_example():
-    with pytest.raises(ValueError, match="`outside` must have one number for each example"):
-        detection_scores(torch.zeros(3), torch.zeros(3, 1))
-    with pytest.raises(ValueError, match="`inside` must hold at least one value"):
-        detection_scores(torch.zeros(0), torch.zeros(3))

@@ -34,10 +34,3 @@ def test_ties_count_with_the_average_over_their_orders():
     for order in (torch.arange(5), torch.tensor([4, 3, 2, 1, 0]), torch.randperm(5)):
         found = risk_coverage(uncertainty[order], loss[order])
         assert found.area == pytest.approx(area, abs=1e-12)
-
-
-def test_shapes():
-    with pytest.raises(ValueError, match=r"`loss` must have shape that of `uncertainty` = \(3,\)"):
-        risk_coverage(torch.zeros(3), torch.zeros(2))
-    with pytest.raises(ValueError, match="`uncertainty` must have one number for each example"):
-        risk_coverage(torch.zeros(3, 1), torch.zeros(3, 1))

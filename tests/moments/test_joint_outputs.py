@@ -45,8 +45,7 @@ def test_pairs_at_nodes_have_their_covariance():
 def test_an_output_that_is_changed_in_place_loses_its_covariance():
     """Terms of a sum are independent, and have no covariance in common."""
     q = MatrixNormal(torch.randn(2, 3), torch.eye(2), torch.eye(3))
-    x, weight = torch.randn(SIZE, 3), RandomWeight(q, Settings())
-    found = F.linear(x, weight)
+    found = F.linear(torch.randn(SIZE, 3), RandomWeight(q, Settings()))
     assert found.form_covariance is not None
     found += torch.randn(SIZE, 2)
     assert found.form_covariance is None
@@ -68,12 +67,3 @@ def test_more_logits_than_there_are_nodes_for_are_refused():
     model = ps.Classifier(ps.bayesianize(nn.Linear(3, 2), prior=1.0), SIZE)
     with pytest.raises(NotImplementedError, match="up to 21,201 logits"):
         likelihood_at_nodes(model, output, {})
-
-
-def test_a_view_of_the_same_shape_is_the_tensor_itself():
-    """So that a net with ``nn.Flatten`` can be exported, and no value is read."""
-    x = RandomTensor(
-        torch.zeros(2, 3), torch.ones(2, 3), Settings(True), torch.eye(3).expand(2, 3, 3)
-    )
-    assert x.flatten(1) is x.view(2, 3) is x.reshape(2, -1) is x
-    assert x.flip(1) is not x

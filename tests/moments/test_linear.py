@@ -51,21 +51,15 @@ def test_a_dense_layer_with_a_known_random_or_joint_bias(case):
         part = dense_part(case, q)
         assert_examples_exact(found, lambda x, w, b=known_bias: F.linear(x, w, b), x, part)
 
-        x = random_input(2, 2, full=full)
+        x, known = random_input(2, 2, full=full), torch.randn(1, 2)
         found = F.linear(x, *joint_parts(q, (2, 2), full))
         assert_examples_exact(found, lambda x, w: F.linear(x, w[:, :-1], w[:, -1]), x, part)
+        found = F.linear(known, *joint_parts(q, (2, 2), full=True))
+        assert_exact(found, lambda w, x=known: F.linear(x, w[:, :-1], w[:, -1]), part)
 
         q, (bias, bias_part) = case.make((), (2, 2), FLOAT64), independent(2)
         found = F.linear(x[:1], RandomWeight(q, settings), RandomWeight(bias, settings))
         assert_examples_exact(found, F.linear, x[:1], dense_part(case, q), bias_part)
-
-
-@CASE_NAMES
-def test_a_known_input_has_the_covariance_of_the_weight(case):
-    q, x = case.make((), (2, 3), FLOAT64), torch.randn(1, 2)
-    found = F.linear(x, *joint_parts(q, (2, 2), full=True))
-    assert found.covariance is not None
-    assert_exact(found, lambda w: F.linear(x, w[:, :-1], w[:, -1]), dense_part(case, q))
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["diagonal", "full"])
@@ -77,18 +71,6 @@ def test_a_known_layer_of_a_random_input_or_with_a_random_bias(full):
     (bias, bias_part), x = independent(2), torch.randn(1, 3)
     found = F.linear(x, weight, RandomWeight(bias, Settings(full)))
     assert_exact(found, lambda b: F.linear(x, weight, b), bias_part)
-
-
-def test_a_layer_with_a_random_bias_alone_has_views():
-    """Its variances are expanded, and its means are not."""
-    bias, _ = independent(2)
-    found = F.conv1d(torch.randn(3, 1, 4), torch.randn(2, 1, 2), RandomWeight(bias, Settings()))
-    expected = bias.variance.unsqueeze(-1).expand(3, 2, 3).flatten(1)
-    torch.testing.assert_close(found.view(3, 6).variance, expected)
-
-
-def _factors(*sizes):
-    return [torch.randn(size, size).tril(-1) + torch.eye(size) for size in sizes]
 
 
 # ---- weights in another order of their dimensions ------------------------------------------------
@@ -117,41 +99,28 @@ def test_calls_that_take_a_weight_in_another_order(case):
     assert_examples_exact(x @ weight, lambda x, w: x @ w[:, :-1], x, dense_part(case, q))
 
 
-def test_a_weight_in_two_orders():
-    q = MatrixNormal(torch.randn(3, 3), *_factors(3, 3))
-    x, weight = random_input(2, 3), RandomWeight(q, Settings())
-    for function in (F.linear, torch.matmul):
-        found, expected = function(x, weight), function(x, RandomWeight(q, Settings()))
-        torch.testing.assert_close(found.variance, expected.variance)
-
-
-def test_a_weight_in_another_order_with_its_joint_bias_is_refused():
-    weight, bias = joint_parts(FullNormal(torch.randn(2, 3), torch.eye(6)), (2, 2))
-    with pytest.raises(NotImplementedError, match="A weight and bias with a joint posterior meet"):
-        torch.addmm(bias, random_input(1, 2), weight)
-
-
 def test_a_stack_of_weights_has_independent_elements():
     (q, part), x = independent(2, 2, 2), random_input(2, 1, 2)
     found = torch.bmm(x, RandomWeight(q, Settings()))
     assert_exact(found, torch.bmm, part_of(x), part)
-    q = FullNormal(torch.randn(2, 2, 2), torch.eye(8))
-    message = "A stack of weights that are correlated has no moments"
-    with pytest.raises(NotImplementedError, match=message):
-        torch.bmm(x, RandomWeight(q, Settings()))
 
 
 def test_a_large_weight_in_another_order_is_refused(monkeypatch):
     monkeypatch.setattr(linear_module, "LARGEST", 5)
-    q = MatrixNormal(torch.randn(3, 2), *_factors(3, 2))
+    q = MatrixNormal(torch.randn(3, 2), torch.eye(3), torch.eye(2))
     found = random_input(1, 3) @ RandomWeight(q, Settings())  # the structure survives the order
     assert found.shape == (1, 2)
     q = RowwiseNormal(torch.randn(3, 2), torch.eye(2).expand(3, 2, 2))
-    message = (
-        "A RowwiseNormal of 6 elements meets a call that takes its dimensions in another order"
-    )
+    message = "A RowwiseNormal of 6 elements meets a call that takes its dimensions in another"
     with pytest.raises(NotImplementedError, match=message):
         torch.einsum("bi,io->bo", random_input(1, 3), RandomWeight(q, Settings()))
+    weight, bias = joint_parts(FullNormal(torch.randn(2, 3), torch.eye(6)), (2, 2))
+    with pytest.raises(NotImplementedError, match="A weight and bias with a joint posterior meet"):
+        torch.addmm(bias, random_input(1, 2), weight)
+    weights = RandomWeight(FullNormal(torch.randn(2, 2, 2), torch.eye(8)), Settings())
+    message = "A stack of weights that are correlated has no moments"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.bmm(random_input(2, 1, 2), weights)
 
 
 # ---- convolutions and look-ups -------------------------------------------------------------------

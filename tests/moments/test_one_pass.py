@@ -31,36 +31,25 @@ GUIDES = {**guides_for("tests"), **points_for("tests")}
 @pytest.mark.parametrize("name", [n for n in GUIDES if n not in ("ensemble", "dropout")])
 def test_a_random_last_layer_has_exact_moments_under_every_guide(name, x):
     net = ps.bayesianize(nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), prior=1.0)
-    model = ps.Regressor(net, SIZE, 0.3)
+    model, y = ps.Regressor(net, 7 * SIZE, 0.3), torch.randn(SIZE, 2)
     guide = spread_out(GUIDES[name].guide(model, **GUIDES[name].options), x)
     with torch.no_grad():
         loc, dense_covariance = output_moments(guide, x.tanh())
+    own = variances(dense_covariance)
+    density = dist.Normal(loc, (0.09 + own).sqrt()).log_prob(y).sum(-1)
     for covariance in ("diagonal", "full"):
-        found = ps.predict_moments(model, guide, x, covariance=covariance)
+        found = ps.predict_moments(model, guide, x, y=y, covariance=covariance)
         torch.testing.assert_close(found.mean, loc)
-        own = variances(dense_covariance)
         torch.testing.assert_close(found.function_variance, own)
         torch.testing.assert_close(found.variance, own + 0.09)
+        torch.testing.assert_close(found.log_density, density)
+        torch.testing.assert_close(found.likelihood.log_prob(y), density.unsqueeze(0))
+    expected = dist.Normal(loc, 0.3).log_prob(y) - own / (2 * 0.09)
+    value = expected_log_likelihood(model, guide, x, y)
+    torch.testing.assert_close(value, 7 * expected.sum())
 
 
 # ---- likelihoods ---------------------------------------------------------------------------------
-
-
-def test_normal_noise_has_closed_forms(x):
-    model, y = ps.Regressor(linear(), 7 * SIZE, 0.3), torch.randn(SIZE, 2)
-    guide = fitted(model)
-    found = ps.predict_moments(model, guide, x, y=y)
-    loc, covariance = output_moments(guide, x)
-    scale = (0.09 + variances(covariance)).sqrt()
-    torch.testing.assert_close(found.mean, loc)
-    torch.testing.assert_close(found.variance, scale.square())
-    density = dist.Normal(loc, scale).log_prob(y)
-    torch.testing.assert_close(found.log_density, density.sum(-1))
-    expected = dist.Normal(loc, 0.3).log_prob(y) - variances(covariance) / (2 * 0.09)
-    log_probs = found.likelihood.log_prob(y)
-    torch.testing.assert_close(log_probs, density.sum(-1).unsqueeze(0))
-    value = expected_log_likelihood(model, guide, x, y)
-    torch.testing.assert_close(value, 7 * expected.sum())
 
 
 @pytest.mark.parametrize("shape", [(), (2,)], ids=["shared", "of each output"])

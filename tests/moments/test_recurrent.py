@@ -50,19 +50,14 @@ def test_without_variance_outputs_and_states_are_torchs(name):
         torch.testing.assert_close(locs(layer(known(x), *states)), locs(layer(x, *states)))
     one = x.select(0 if layer.batch_first else 1, 0)
     torch.testing.assert_close(locs(layer(known(one))), locs(layer(one)))
+    cell = getattr(nn, f"{type(layer).__name__}Cell")(3, 4, bias="options" not in name)
+    torch.testing.assert_close(locs(cell(known(one))), locs(cell(one)))
 
 
 def locs(values):
     if isinstance(values, tuple):
         return tuple(locs(value) for value in values)
     return values.loc if isinstance(values, RandomTensor) else values
-
-
-def test_cells_without_variance_are_torchs():
-    for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
-        for bias in (False, True):
-            layer, x = cell(3, 4, bias=bias), torch.randn(2, 3)
-            torch.testing.assert_close(locs(layer(known(x))), locs(layer(x)))
 
 
 class ByHand(nn.Module):
@@ -163,16 +158,13 @@ class Packed(Last):
         return self.layer(packed)[1][0]
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_a_packed_sequence_is_refused(kind):
-    model = ps.Regressor(ps.bayesianize(Packed(kind), prior=1.0), 2, 0.1)
+@pytest.mark.filterwarnings("default")
+def test_uses_at_each_step_are_told_of_and_packed_sequences_refused():
+    x = torch.randn(2, STEPS, 3)
+    model = ps.Regressor(ps.bayesianize(Packed("LSTM"), prior=1.0), 2, 0.1)
     message = r"A packed sequence has no moments.*net\.layer"
     with pytest.raises(NotImplementedError, match=message):
-        ps.predict_moments(model, ps.MeanFieldGuide(model), torch.randn(2, STEPS, 3))
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_recurrent_layer_is_told_of_as_used_at_each_step():
+        ps.predict_moments(model, ps.MeanFieldGuide(model), x)
     model = ps.Regressor(ps.bayesianize(Last("GRU"), prior=1.0), 2, 0.1)
     with pytest.warns(MomentsWarning, match=r"net\.layer\.weight_hh_l0.*as recurrent layers do"):
-        ps.predict_moments(model, ps.MeanFieldGuide(model), torch.randn(2, STEPS, 3))
+        ps.predict_moments(model, ps.MeanFieldGuide(model), x)

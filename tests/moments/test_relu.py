@@ -2,28 +2,21 @@
 
 import torch
 
-from pyro_structvi.moments.nonlinear import propagate, relu
-from pyro_structvi.moments.random_tensor import RandomTensor, Settings
+from pyro_structvi.moments.nonlinear import relu
 
 M = torch.tensor([-9.0, -2.0, -0.1, 0.0, 0.3, 1.5, 12.0], dtype=torch.float64)
 V = torch.tensor([0.7, 2.0, 0.1, 1.3, 0.4, 0.05, 3.0], dtype=torch.float64)
 
 
-def test_first_and_second_derivatives():
+def test_derivatives_and_batches():
     inputs = (M.clone().requires_grad_(), V.clone().requires_grad_())
     assert torch.autograd.gradcheck(relu, inputs, rtol=1e-6)
     assert torch.autograd.gradgradcheck(relu, inputs, rtol=1e-6)
-
-
-def test_forward_derivatives_are_backward_ones():
     by_both = (0, 1)
     forward, backward = (
         made(relu, argnums=by_both)(M, V) for made in (torch.func.jacfwd, torch.func.jacrev)
     )
     torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-14)
-
-
-def test_it_maps_over_batches():
     means, variances = torch.stack([M, M - 1]), torch.stack([V, 2 * V])
     torch.testing.assert_close(torch.func.vmap(relu)(means, variances), relu(means, variances))
 
@@ -34,16 +27,3 @@ def test_gradients_at_the_floor_of_the_variance_are_finite():
     loc, variance = relu(m, v)
     (loc + variance).backward()
     assert (float(m.grad), float(v.grad)) == (0.5, 0.5)
-
-
-def test_under_a_full_covariance_a_function_is_evaluated_once():
-    counts = []
-
-    def counted(x):
-        counts.append(x.shape)
-        return torch.tanh(x)
-
-    x = RandomTensor(M[None], V[None], Settings(full_covariance=True), V.diag_embed()[None])
-    found = propagate(counted, None, x)
-    assert len(counts) == 1
-    torch.testing.assert_close(found.variance, torch.tanh(x).variance)

@@ -32,30 +32,22 @@ def test_blocks_are_the_likelihood_at_all_nodes(x, classes, covariance, monkeypa
     """For several blocks, of which the last is smaller, and with gradients of every field."""
     monkeypatch.setattr(softmax, "BLOCK", 2 * 256 * classes)
     y = torch.arange(SIZE) % classes
-    known = ps.Classifier(linear(classes), SIZE)
+    known = ps.Classifier(linear(classes), 3 * SIZE)
     own, guide = run_at_nodes(known), fitted(known)
+    names = ("mean", "function_variance", "entropy", "mutual_information", "log_density")
     found, gradients = [], []
     for model in (known, own):
         prediction = ps.predict_moments(
             model, guide, x, y=y, covariance=covariance, differentiable=True
         )
-        names = ("mean", "function_variance", "entropy", "mutual_information", "log_density")
         fields = [getattr(prediction, name) for name in names]
+        elbo = StructuredELBO(estimator="moments")
+        fields.append(elbo.differentiable_loss(model, guide, x, y))
         total = sum((k + 1) * field.square().sum() for k, field in enumerate(fields))
         gradients.append(torch.autograd.grad(total, [*guide.parameters()]))
         found.append(fields)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-8, atol=1e-10)
-
-
-def test_the_expected_log_likelihood_is_that_at_all_nodes(x):
-    y, known = torch.arange(SIZE) % 5, ps.Classifier(linear(5), 3 * SIZE)
-    own, guide = run_at_nodes(known), fitted(known)
-    elbo = StructuredELBO(estimator="moments")
-    losses = [elbo.differentiable_loss(model, guide, x, y) for model in (known, own)]
-    gradients = [torch.autograd.grad(loss, [*guide.parameters()]) for loss in losses]
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-11)
 
 
 def test_quasi_random_points_have_exact_first_and_second_moments():

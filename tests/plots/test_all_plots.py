@@ -37,13 +37,6 @@ def test_axes_are_used_returned_and_keep_their_labels(name, tmp_path):
     ax.figure.savefig(tmp_path / "figure.png", dpi=50)
 
 
-def test_axes_that_were_removed():
-    ax = Figure().subplots()
-    ax.remove()
-    with pytest.raises(ValueError, match="`ax` must belong to a figure, but was removed"):
-        plots.plot_importance([1.0], ax)
-
-
 def test_curves_differ_by_colour_and_then_by_style():
     styles = [tuple(curve_style(index).values()) for index in range(4 * len(COLOURS))]
     assert len(set(styles)) == len(styles)
@@ -68,8 +61,6 @@ def test_tensors_arrays_and_lists_are_drawn_alike():
 
 
 WRONG = (
-    (torch.tensor([True]), "`levels` must hold real numbers, but got a torch.Tensor"),
-    (np.array(["a"]), "`levels` must hold real numbers, but got a ndarray"),
     ([], r"`levels` must hold at least one number, in 1 .*shape \(0,\)"),
     (np.ones((2, 2)), r"in 1 dimension, but got the shape \(2, 2\)"),
     ([1.0, np.nan], "`levels` must be finite everywhere"),
@@ -82,5 +73,7 @@ def test_other_values_and_mappings_are_refused():
             plots.plot_coverage(values, [0.5])
     with pytest.raises(ValueError, match="`label` must be None where `coverage` is a mapping"):
         plots.plot_coverage([0.5], {"guide": [0.4]}, label="guide")
-    with pytest.raises(ValueError, match="`coverage` must hold at least one entry, but is empty"):
-        plots.plot_coverage([0.5], {})
+    ax = Figure().subplots()
+    ax.remove()
+    with pytest.raises(ValueError, match="`ax` must belong to a figure, but was removed"):
+        plots.plot_importance([1.0], ax)

@@ -1,7 +1,6 @@
 """Shares of the total weight."""
 
 import numpy as np
-import pytest
 import torch
 
 from pyro_structvi.plots import plot_importance
@@ -15,8 +14,3 @@ def test_the_curve_by_its_definition():
     expected = np.column_stack([np.arange(51) / 50, held])
     np.testing.assert_allclose(ax.lines[1].get_xydata(), expected, atol=1e-12)
     assert [line.get_label() for line in ax.lines] == ["posterior", "k-tied"]
-
-
-def test_weights_are_finite():
-    with pytest.raises(ValueError, match="`log_weights` must be finite everywhere"):
-        plot_importance([0.0, -np.inf])

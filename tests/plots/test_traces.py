@@ -18,24 +18,15 @@ def plot(values, ax=None, **options):
     return plot_elbo(History(elbo=[*values], kl=[*values]), ax, **options)
 
 
-@pytest.mark.parametrize("window", [2, 50])
-def test_numbers_and_their_running_mean(window):
-    values = np.random.default_rng(0).normal(size=20)
-    raw, mean = plot(values, smooth=window).lines[:2]
-    np.testing.assert_array_equal(raw.get_xydata(), np.column_stack([np.arange(1, 21), values]))
+@pytest.mark.parametrize(("size", "smooth", "window"), [(20, 2, 2), (20, 50, 50), (150, None, 3)])
+def test_numbers_and_their_running_mean(size, smooth, window):
+    """By default the window is a fiftieth of the steps; of one step the numbers are alone."""
+    values = np.random.default_rng(0).normal(size=size)
+    raw, mean = plot(values, **{} if smooth is None else {"smooth": smooth}).lines[:2]
+    steps = np.arange(1, size + 1)
+    np.testing.assert_array_equal(raw.get_xydata(), np.column_stack([steps, values]))
     np.testing.assert_allclose(mean.get_ydata(), mean_by_definition(values, window), atol=1e-12)
-
-
-def test_the_window_is_a_fiftieth_of_the_steps_when_none_is_given():
-    values = np.random.default_rng(0).normal(size=150)
-    mean = plot(values).lines[1].get_ydata()
-    np.testing.assert_allclose(mean, mean_by_definition(values, 3), atol=1e-12)
-    assert len(plot(values[:99]).lines) == 2
-
-
-def test_a_window_of_one_step_draws_the_numbers_alone():
-    line, _ = plot([3.0, 1.0], smooth=1).lines
-    assert line.get_ydata().tolist() == [3.0, 1.0]
+    assert len(plot(values[:99], smooth=1).lines) == 2
 
 
 def test_the_first_steps_need_not_be_in_view():
@@ -63,11 +54,11 @@ def test_elbo_and_kl_in_total_and_by_site():
 
 
 def test_histories_that_cannot_be_drawn():
-    with pytest.raises(ValueError, match=r"`history\.elbo` must hold at least one number"):
-        plot_elbo(History())
-    with pytest.raises(
-        ValueError, match=r"`kl_by_site\['w'\]` must have one number a step, .* 2, but"
+    history = History(elbo=[1.0, 2.0], kl=[1.0, 2.0])
+    for own, by_site, message in (
+        (History(), None, r"`history\.elbo` must hold at least one number"),
+        (history, {"w": [1.0]}, r"`kl_by_site\['w'\]` must have one number a step, .* 2, but"),
+        (History(elbo=[1.0, 2.0], kl=[1.0]), None, r"`history\.kl` must have one number a step"),
     ):
-        plot_elbo(History(elbo=[1.0, 2.0], kl=[1.0, 2.0]), kl_by_site={"w": [1.0]})
-    with pytest.raises(ValueError, match=r"`history\.kl` must have one number a step"):
-        plot_elbo(History(elbo=[1.0, 2.0], kl=[1.0]))
+        with pytest.raises(ValueError, match=message):
+            plot_elbo(own, kl_by_site=by_site)

@@ -126,47 +126,27 @@ def test_log_joint_agrees_for_each_prior(prior):
     assert_same_log_joint(make_regressor(make_mlp(), prior), *make_data())
 
 
-@pytest.mark.parametrize(
-    "noise_scale",
-    [
-        torch.tensor([0.2, 0.7]),
-        dist.Gamma(2.0, 4.0),
-        dist.Gamma(2.0, 4.0).expand([2]).to_event(1),
-    ],
-    ids=str,
-)
-def test_log_joint_of_a_regressor_agrees_for_each_noise_scale(noise_scale):
-    values = assert_same_log_joint(
-        make_regressor(make_mlp(), noise_scale=noise_scale), *make_data()
-    )
-    latent = isinstance(noise_scale, torch.distributions.Distribution)
-    assert ("noise_scale" in values) == latent
-
-
 COUNTS = torch.tensor([[0, 3], [1, 0], [2, 1], [7, 1], [0, 0], [1, 2]], dtype=torch.float64)
+GAMMAS = dist.Gamma(2.0, 4.0).expand([2]).to_event(1)
 
 
 @pytest.mark.parametrize(
     ("make", "outputs", "y"),
     [
         (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic"), 4, COUNTS),
-        (lambda net: Regressor(net, NUM_DATA, 0.3, df=2.5), 2, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, torch.tensor([0.2, 0.7]), df=2.5), 2, COUNTS),
         (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic", df=4), 4, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, dist.Gamma(2.0, 4.0)), 2, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, GAMMAS), 2, COUNTS),
         (lambda net: PoissonRegressor(net, NUM_DATA), 2, COUNTS),
         (lambda net: BinaryClassifier(net, NUM_DATA), 2, COUNTS.clamp_max(1)),
         (lambda net: Classifier(net, NUM_DATA), 4, torch.tensor([0, 1, 2, 3, 0, 1])),
     ],
-    ids=["heteroscedastic", "student", "both", "counts", "labels", "classes"],
+    ids=["scales", "student", "both", "noise", "noises", "counts", "labels", "classes"],
 )
 def test_log_joint_agrees_for_each_likelihood(make, outputs, y):
     model = make(bayesianize(make_mlp(outputs=outputs), 1.0))
     assert_same_log_joint(model, make_data()[0], y)
-
-
-def test_log_joint_agrees_for_targets_of_higher_rank():
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
-    x = torch.randn(BATCH, 4, 3, generator=torch.Generator().manual_seed(0))
-    assert_same_log_joint(make_regressor(net), x, x.new_zeros(BATCH, 4, 5))
 
 
 ACTIVATIONS = [
@@ -233,14 +213,6 @@ def test_functions_are_torchs(function):
     np.testing.assert_allclose(found, net(x), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.slow
-def test_log_joint_agrees_for_tied_weights():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    net[2].weight = net[0].weight
-    values = assert_same_log_joint(make_regressor(net), *make_data(outputs=3))
-    assert set(values) == {"net.0.weight", "net.0.bias", "net.2.bias"}
-
-
 def test_log_joint_agrees_for_nested_modules():
     inner = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), Residual(), nn.Sequential(nn.ReLU()))
     net = nn.Sequential(nn.Linear(3, 5), inner, nn.Linear(5, 2, bias=False))
@@ -248,22 +220,23 @@ def test_log_joint_agrees_for_nested_modules():
     assert "net.1.2.linear.weight" in values
 
 
-def test_a_bare_layer_and_a_frozen_layer_are_translated():
-    net = make_mlp()
-    net[0].requires_grad_(False)
-    values = assert_same_log_joint(make_regressor(net), *make_data())
-    assert set(values) == {"net.2.weight", "net.2.bias"}
-    assert_same_log_joint(make_regressor(nn.Linear(3, 2)), *make_data())
-
-
-def test_a_translation_leaves_no_trace_in_pyro():
+def test_bare_frozen_and_tied_layers_are_translated():
     net = make_mlp()
     net[0].requires_grad_(False)
     model = make_regressor(net)
     pyro.clear_param_store()
+    assert set(assert_same_log_joint(model, *make_data())) == {"net.2.weight", "net.2.bias"}
     to_numpyro(model)
     assert not list(pyro.get_param_store())
     assert not any(parameter.requires_grad for parameter in model.net[0].parameters())
+    plain = nn.Sequential(bayesianize(nn.Linear(3, 2), 1.0), nn.Tanh())
+    for own in (make_regressor(nn.Linear(3, 2)), Regressor(plain, NUM_DATA, 0.3)):
+        assert_same_log_joint(own, *make_data())
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    tied[2].weight = tied[0].weight
+    x, y = make_data(outputs=3)
+    values = assert_same_log_joint(make_regressor(tied), x.unsqueeze(1), y.unsqueeze(1))
+    assert set(values) == {"net.0.weight", "net.0.bias", "net.2.bias"}
 
 
 def test_sites_written_by_hand_are_translated():
@@ -278,16 +251,6 @@ def test_sites_written_by_hand_are_translated():
 
     values = assert_same_log_joint(Regressor(Scaled(), NUM_DATA, 0.3), *make_data())
     assert set(values) == {"net.scale"}
-
-
-def test_a_bayesian_net_inside_a_plain_module_is_translated():
-    net = nn.Sequential(bayesianize(nn.Linear(3, 2), 1.0), nn.Tanh())
-    assert_same_log_joint(Regressor(net, NUM_DATA, 0.3), *make_data())
-
-
-def test_a_prior_that_is_the_same_for_all_weights_is_stored_once():
-    arguments = to_numpyro(make_regressor(make_mlp())).priors["net.0.weight"].arguments
-    assert {name: value.size for name, value in arguments.items()} == {"loc": 1, "scale": 1}
 
 
 @pytest.mark.slow

@@ -33,25 +33,6 @@ def sample_inside(h):
 # ---- what cannot be translated -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [nn.Linear(3, 1), lambda x, y: None])
-def test_a_model_of_another_kind_is_refused(model):
-    with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got"):
-        to_numpyro(model)
-
-
-def test_a_model_that_standardizes_is_refused():
-    data = torch.randn(5, 3), torch.randn(5, 1)
-    model = Regressor(bayesianize(nn.Linear(3, 1)), 5, 0.3, standardize=data)
-    with pytest.raises(NotImplementedError, match="`standardize` must be None"):
-        to_numpyro(model)
-
-
-def test_a_model_without_sites_is_refused():
-    net = nn.Linear(3, 1).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"no latent site to sample.*bayesianize\(net"):
-        to_numpyro(Regressor(net, NUM_DATA, 0.3))
-
-
 @pytest.mark.parametrize(
     ("net", "message"),
     [
@@ -80,33 +61,43 @@ def test_a_net_without_translation_is_refused(net, message):
         to_numpyro(make_regressor(net))
 
 
-def test_point_estimates_are_refused():
-    net = bayesianize(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5)), normalization=False)
-    message = r"module 'net\.1' \(LayerNorm\) has point estimates, \['weight', 'bias'\].*freeze"
-    with pytest.raises(NotImplementedError, match=message):
-        to_numpyro(Regressor(net, NUM_DATA, 0.3))
-
-
-def test_a_function_of_another_library_is_refused():
-    def tanh(h):
-        return torch.overrides.handle_torch_function(tanh, (h,), h)
-
-    with pytest.raises(NotImplementedError, match=r"function `\S+\.tanh` in"):
-        to_numpyro(make_regressor(Calls(tanh)))
-
-
-def test_a_prior_of_unknown_kind_is_refused():
-    model = make_regressor(nn.Linear(3, 1), dist.Gumbel(0.0, 1.0))
-    message = r"site 'net\.weight' is a Gumbel, .* Supported are Beta, .*Uniform"
-    with pytest.raises(NotImplementedError, match=message):
-        to_numpyro(model)
-
-
-def test_a_prior_that_may_depend_on_other_sites_is_refused():
-    net = PyroModule[nn.Linear](3, 1)
-    net.weight = PyroSample(lambda module: dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
-    with pytest.raises(NotImplementedError, match=r"site 'net\.weight' is a function of its modul"):
-        to_numpyro(Regressor(net, NUM_DATA, 0.3))
+def test_models_without_translation_are_refused():
+    by_hand = PyroModule[nn.Linear](3, 1)
+    by_hand.weight = PyroSample(lambda module: dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
+    points = bayesianize(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5)), normalization=False)
+    net, data = bayesianize(nn.Linear(3, 1)), (torch.randn(5, 3), torch.randn(5, 1))
+    frozen = nn.Linear(3, 1).requires_grad_(False)
+    for model, error, message in (
+        (nn.Linear(3, 1), TypeError, r"must be a Classifier, .* or Regressor, but got"),
+        (Regressor(frozen, 5, 0.3), ValueError, r"no latent site to sample.*bayesianize\(net"),
+        (
+            Regressor(net, 5, 0.3, standardize=data),
+            NotImplementedError,
+            "`standardize` must be None",
+        ),
+        (
+            Classifier(net, 5, class_weights=torch.ones(1)),
+            NotImplementedError,
+            "`class_weights` must be None",
+        ),
+        (
+            make_regressor(nn.Linear(3, 1), dist.Gumbel(0.0, 1.0)),
+            NotImplementedError,
+            r"site 'net\.weight' is a Gumbel, .* Supported are Beta, .*Uniform",
+        ),
+        (
+            Regressor(by_hand, NUM_DATA, 0.3),
+            NotImplementedError,
+            r"site 'net\.weight' is a function of its modul",
+        ),
+        (
+            Regressor(points, NUM_DATA, 0.3),
+            NotImplementedError,
+            r"module 'net\.1' \(LayerNorm\) has point estimates, \['weight', 'bias'\].*freeze",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            to_numpyro(model)
 
 
 @pytest.mark.parametrize("missing", ["numpyro", "jax"])
@@ -123,9 +114,3 @@ def test_what_is_translated_has_moments_too():
     """The two tables have nothing in common but names: a function is added to both."""
     inside_of_graphs = {"getattr", "size", "linear"}  # attributes, and what is read as a map
     assert {*jax_net._FUNCTIONS} - {*RULES, *NONLINEARITIES} == inside_of_graphs
-
-
-def test_class_weights_are_refused():
-    model = Classifier(bayesianize(nn.Linear(3, 2)), 4, class_weights=torch.ones(2))
-    with pytest.raises(NotImplementedError, match="`class_weights` must be None"):
-        to_numpyro(model)

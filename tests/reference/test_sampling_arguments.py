@@ -10,7 +10,7 @@ from scipy.stats import norm
 from torch import nn
 
 from pyro_structvi import Classifier, Regressor, bayesianize
-from pyro_structvi.reference import DivergenceWarning, nuts
+from pyro_structvi.reference import nuts
 from tests.reference.sampled_models import NUM_DATA, TINY, make_data, make_model
 
 
@@ -71,19 +71,6 @@ def test_the_posterior_of_a_classifier_is_that_of_a_grid():
     assert_means(np.stack([w1, w2, w1**2, w1 * w2], axis=-1), np.array(moments), count=4)
 
 
-@pytest.mark.slow
-def test_divergences_are_counted_and_warned_of():
-    # One step of warm-up leaves the step size far too large for the narrow direction.
-    prior = {"weight": torch.tensor([1e-4, 1.0, 1e4]), "bias": 1.0}
-    model = Regressor(bayesianize(nn.Linear(3, 1), prior), NUM_DATA, 1e-3)
-    message = r"of 20 transitions diverged.*Raise `target_accept_prob` above 0\.8, .* to 0\.95"
-    settings = {"num_warmup": 1, "num_samples": 20, "num_chains": 1, "progress": False}
-    with pytest.warns(DivergenceWarning, match=message) as caught:
-        draws = nuts(model, *make_data(), **settings, max_tree_depth=3)
-    assert draws.divergences > 0
-    assert str(caught[0].message).startswith(f"{draws.divergences} of 20")
-
-
 # ---- bad input ---------------------------------------------------------------------------------
 
 
@@ -98,47 +85,15 @@ def test_the_number_of_examples_is_that_of_the_data_where_it_is_not_given():
     assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_warmup": 0}, "`num_warmup` must be a whole number of at least 1, but got 0"),
-        ({"num_samples": 3}, "`num_samples` must be at least 4, .*but got 3"),
-        ({"target_accept_prob": 1.0}, "`target_accept_prob` must lie between 0 and 1, but got 1.0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(model, settings, message):
-    with pytest.raises(ValueError, match=message):
-        nuts(model, *make_data(), **settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [("x", float("nan"), "holds 1 NaN of"), ("y", float("inf"), "must be finite")],
-)
-def test_data_that_are_not_finite_are_refused(model, name, value, message):
-    data = dict(zip("xy", make_data(), strict=True))
-    data[name][0, 0] = value
-    with pytest.raises(ValueError, match=f"`{name}` {message}"):
-        nuts(model, **data)
-
-
-def test_data_that_are_no_tensors_are_refused(model):
-    x, y = make_data()
-    with pytest.raises(TypeError, match=r"`x` must be a torch\.Tensor, but got a ndarray"):
-        nuts(model, x.numpy(), y)
-
-
-def test_a_part_of_the_data_is_refused(model):
+def test_a_part_of_the_data_and_too_few_draws_are_refused(model):
     x, y = make_data()
     message = "must hold all 12 training examples .*but got 5: a sampler needs all the data"
     with pytest.raises(ValueError, match=message):
         nuts(model, x[:5], y[:5])
-
-
-def test_the_models_own_errors_appear(model):
-    x, y = (value.float() for value in make_data())
+    with pytest.raises(ValueError, match=r"`num_samples` must be at least 4, .*but got 3"):
+        nuts(model, x, y, num_samples=3)
     with pytest.raises(ValueError, match=r"`y` must have shape that of the net's output = \(12, 1"):
-        nuts(model, x, y[:, 0])
+        nuts(model, x.float(), y[:, 0].float())
 
 
 class OverriddenInput(Regressor):
