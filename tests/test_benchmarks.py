@@ -1,8 +1,11 @@
-"""What the benchmarks compute from times and memory, and that the page shows the committed results."""
+"""What benchmarks compute of times, memory, training and splits; pages show the committed results."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 import pyro_structvi as ps
 from benchmarks import (
@@ -14,9 +17,11 @@ from benchmarks import (
     nets,
     problems,
     recipes,
+    sampling,
     scaling,
     sweeps,
     tables,
+    uci,
 )
 from pyro_structvi import _torch
 from pyro_structvi.infer.steps.replayed import ReplayedStep
@@ -214,3 +219,80 @@ def test_texts_of_a_language_model_and_of_a_classifier(tmp_path):
     (x, y), _, _ = deep_data.load(tmp_path / "texts.npz", "LSTM", None, None, None)
     assert x[y == 1][0][-4:].tolist() == [0, 43, 44, 45]
     assert x[y == 0][0][-41:].tolist() == [0, *range(3, 43)]
+
+
+# ---- UCI regressions -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Save a regression of 90 examples and two inputs, in other units than standardized ones."""
+    random = np.random.default_rng(0)
+    x, y = 3 * random.normal(size=(90, 2)) + 1, 5 * random.normal(size=90) + 2
+    order = np.stack([random.permutation(90) for _ in range(2)])
+    np.savez(tmp_path / "data.npz", x=x, y=y, train_idx=order[:, :80], test_idx=order[:, 80:])
+    return tmp_path / "data.npz"
+
+
+def test_the_held_out_part_is_a_fifth_of_the_training_part(table):
+    """In the targets' own units its examples are those of the training part, each once."""
+    split = next(uci.splits(table, gaps=False))
+    inner = uci.held_out(split)
+    assert len(inner.test[0]) == 16
+    assert len(inner.train[0]) == 64
+    inner_targets = torch.cat([inner.train[1], inner.test[1]]) * inner.target_scale
+    targets = split.train[1] * split.target_scale
+    assert_close(inner_targets.sort(0).values.diff(dim=0), targets.sort(0).values.diff(dim=0))
+    assert_close(inner.train[1].std(correction=0), torch.tensor(1.0))
+
+
+def test_a_gap_is_the_middle_third_of_each_input(table):
+    found = list(uci.splits(table, gaps=True))
+    assert [each.name for each in found] == ["gap 0", "gap 1"]
+    for column, each in enumerate(found):
+        inside, outside = each.test[0][:, column], each.train[0][:, column]
+        assert (len(inside), len(outside)) == (30, 60)
+        assert ((outside < inside.min()) | (outside > inside.max())).all()
+
+
+def test_what_is_measured_is_in_the_targets_own_units(table):
+    """Targets that are ten times as large: errors are, and the log density is lower by log 10."""
+    found = []
+    for factor in (1, 10):
+        split = next(uci.splits(table, gaps=False))
+        split = split._replace(target_scale=factor * split.target_scale)
+        torch.manual_seed(0)
+        model = uci.make_model(split, "learned", 5)
+        found.append(uci.measure(split, model, ps.MeanFieldGuide(model), 10, 20))
+    one, ten = found
+    assert ten["RMSE"] == pytest.approx(10 * one["RMSE"])
+    assert ten["log likelihood"] == pytest.approx(one["log likelihood"] - math.log(10), abs=1e-6)
+
+
+def test_points_have_a_prior_of_a_fixed_scale(table):
+    split = next(uci.splits(table, gaps=False))
+    model = uci.make_model(split, "heteroscedastic", 5, uci.POINTS_PRIOR)
+    guide = uci.GUIDES["MAP"](model)
+    assert not any("weight_scale" in name for name in guide.site_names)
+    assert any(
+        "weight_scale" in name
+        for name in ps.MeanFieldGuide(uci.make_model(split, 1.0, 5)).site_names
+    )
+    assert set(uci.POINTS) <= set(uci.GUIDES)
+
+
+@pytest.mark.slow
+def test_sampling_from_points_prints_both_posteriors(table, capsys, monkeypatch):
+    command = f"sampling --data {table} --map-steps 5 --steps 20 --samples 4 --chains 2 --threads 1"
+    monkeypatch.setattr("sys.argv", command.split())
+    sampling.main()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[:2]]
+    assert [line[:3] for line in lines] == [["data", "0", "points"], ["data", "0", "draws"]]
+    scale = uci_split(table).target_scale
+    for _, _, _, own, error, standardized, scaled, *_ in lines:
+        assert float(own) == pytest.approx(float(standardized) - math.log(scale), abs=1e-3)
+        assert float(error) == pytest.approx(float(scaled) * scale, rel=1e-3)
+
+
+def uci_split(path):
+    return next(uci.splits(path, gaps=False))

@@ -167,6 +167,8 @@ def test_the_sites_must_be_those_of_the_model():
     with pytest.raises(ValueError, match=r"missing in it: \['net.0.weight'.*the model: \['net.wei"):
         pareto_k(make_regressor(), other, *data)
     model = make_regressor()
+    with pytest.raises(ValueError, match=r"`num_samples` must be at least 100, .* but got 99"):
+        pareto_k(model, ps.MeanFieldGuide(model), *data, num_samples=99)
     with pytest.raises(ValueError, match=r"missing in it: \['obs'\].*and the observations too"):
         pareto_k(model, ps.MeanFieldGuide(model), data[0])
 
@@ -194,9 +196,25 @@ def test_the_effective_sample_size_is_of_the_smoothed_weights():
     assert diagnosis.k_hat == pytest.approx(float(k_hat))
     weights = np.exp(smoothed)
     assert diagnosis.effective_sample_size == pytest.approx(1 / np.square(weights).sum())
+    log_weights[7] = torch.nan
+    with pytest.raises(ValueError, match=r"`log p\(y, w\) - log q\(w\)` holds 1 NaN of 500"):
+        _diagnosis(log_weights)
 
 
 def test_without_arviz_an_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "arviz", None)
     with pytest.raises(ImportError, match=r"ArviZ is needed: `pip install"):
         _diagnosis(torch.randn(50))
+
+
+@pytest.mark.slow
+def test_shared_inducing_weights_are_weighed_together_with_the_weights():
+    """Then the average log weight is the bound; P = 1e-6 by the standard deviation of both, about 10."""
+    model, data = make_regressor(), regression_data()
+    options = {"inducing_posterior": "full", "shared": True, "init_scale": 0.05}
+    guide, elbo = ps.InducingWeightGuide(model, (2, 2), **options), ps.StructuredELBO()
+    with torch.no_grad():
+        bounds = torch.stack([elbo.terms(model, guide, *data).elbo for _ in range(100)])
+    found = pareto_k(model, guide, *data, num_samples=200)
+    error = bounds.std() * (1 / 100 + 4 / 200) ** 0.5  # weights vary more than bounds do
+    assert found.elbo == pytest.approx(float(bounds.mean()), abs=5 * float(error))

@@ -16,7 +16,6 @@ from tests.models import make_linear_regressor, regression_data
 
 
 def with_statistics():
-    """Return a net with running statistics, which each pass changes."""
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
     return ps.Regressor(ps.bayesianize(net, normalization=False), 12, 0.3)
 
@@ -157,8 +156,6 @@ def test_parameters_that_a_function_knows_by_name_are_its_own():
 
 
 class DropsByPython(nn.Module):
-    """Skips a layer by a random number of Python's, or of NumPy's."""
-
     def __init__(self, draw):
         super().__init__()
         self.first, self.last, self.draw = nn.Linear(3, 3), nn.Linear(3, 1), draw

@@ -34,7 +34,6 @@ def wide():
 
 
 def one_scale_for_each_target():
-    """A model of the same guide, with a buffer of another shape."""
     return ps.Regressor(make_regressor().net, 25, torch.tensor([0.3]))
 
 

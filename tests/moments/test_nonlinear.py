@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_structvi.moments import RandomTensor, Settings
+from pyro_structvi.moments.nonlinear import relu
 from tests.moments.integrals import normal_moments
 
 FLOAT64 = torch.float64
@@ -37,6 +38,7 @@ CLOSED = {
     ),
     "abs": (torch.abs, np.abs, (0.0,), 0),
     "clamp": (lambda x: x.clamp(-0.5, 2.0), lambda x: np.clip(x, -0.5, 2.0), (-0.5, 2.0), 0),
+    "clamp from below": (lambda x: x.clamp(min=0.5), lambda x: np.maximum(x, 0.5), (0.5,), 0),
     "clamp from above": (lambda x: x.clamp(max=0.5), lambda x: np.minimum(x, 0.5), (0.5,), 0),
     "relu6": (F.relu6, lambda x: np.clip(x, 0, 6), (0.0, 6.0), 0),
     "hardtanh": (F.hardtanh, lambda x: np.clip(x, -1, 1), (-1.0, 1.0), 0),
@@ -238,3 +240,31 @@ def test_covariances_by_four_of_hermites_polynomials(function, bound):
             size = (found.variance[:, i] * found.variance[:, j]).sqrt()
             assert ((found.covariance[:, i, j] - expected).abs() / size < bound).all()
     torch.testing.assert_close(found.covariance.diagonal(dim1=-2, dim2=-1), found.variance)
+
+
+# ---- gradients by hand of a rectified normal -----------------------------------------------------
+
+
+M = torch.tensor([-9.0, -2.0, -0.1, 0.0, 0.3, 1.5, 12.0], dtype=torch.float64)
+V = torch.tensor([0.7, 2.0, 0.1, 1.3, 0.4, 0.05, 3.0], dtype=torch.float64)
+
+
+def test_derivatives_and_batches():
+    inputs = (M.clone().requires_grad_(), V.clone().requires_grad_())
+    assert torch.autograd.gradcheck(relu, inputs, rtol=1e-6)
+    assert torch.autograd.gradgradcheck(relu, inputs, rtol=1e-6)
+    by_both = (0, 1)
+    forward, backward = (
+        made(relu, argnums=by_both)(M, V) for made in (torch.func.jacfwd, torch.func.jacrev)
+    )
+    torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-14)
+    means, variances = torch.stack([M, M - 1]), torch.stack([V, 2 * V])
+    torch.testing.assert_close(torch.func.vmap(relu)(means, variances), relu(means, variances))
+
+
+def test_gradients_at_the_floor_of_the_variance_are_finite():
+    """A known input of zero is half above it, and its variance has no part in the mean."""
+    m, v = (torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    loc, variance = relu(m, v)
+    (loc + variance).backward()
+    assert (float(m.grad), float(v.grad)) == (0.5, 0.5)

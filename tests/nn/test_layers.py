@@ -1,6 +1,7 @@
-"""Rank-1 and Walsh-Hadamard layers in the place of a net's own, by the `layers` of bayesianize."""
+"""Rank-1 layers, and those and Walsh-Hadamard layers by the `layers` of bayesianize."""
 
 import copy
+import pickle
 
 import pyro.distributions as dist
 import pytest
@@ -10,7 +11,14 @@ from torch import nn
 from torch.nn.utils import prune
 
 import pyro_structvi as ps
-from pyro_structvi.nn import RankOneConv2d, RankOneLinear, WalshHadamardConv2d
+from pyro_structvi.nn import (
+    RankOneConv1d,
+    RankOneConv2d,
+    RankOneConv3d,
+    RankOneLinear,
+    WalshHadamardConv2d,
+)
+from tests.lazy_weights import run_lazily
 from tests.nn.test_conversion import SharedNet, TiedNet, sites_of
 
 KINDS = [ps.WalshHadamard(), ps.RankOne()]
@@ -110,11 +118,15 @@ def test_means_start_at_the_mean_square_and_the_bias_of_the_net():
 def test_rank_one_takes_over_the_weight():
     net, x = make_net(), torch.randn(3, 2, 5, 5)
     bayes_net = ps.bayesianize(net, layers={"*": ps.RankOne(prior_scale=0.3)})
-    assert scale_of(bayes_net, "0.input_scale") == 0.3
+    for name in ("0.input_scale", "3.output_scale"):
+        assert scale_of(bayes_net, name) == 0.3
+        assert set(ps.MeanFieldGuide(bayes_net)[name].loc.tolist()) == {1.0}
+        assert set(sites_of(bayes_net)[name].mean.tolist()) == {1.0}
     ones = {name: torch.ones(prior.shape()) for name, prior in sites_of(bayes_net).items()}
     torch.testing.assert_close(poutine.condition(bayes_net, ones)(x), net(x))
     signs = ps.bayesianize(net, layers={"*": ps.RankOne(start="signs")})
-    assert set(ps.MeanFieldGuide(signs)["3.input_scale"].loc.tolist()) == {-1.0, 1.0}
+    for name in ("3.input_scale", "1.output_scale"):
+        assert set(ps.MeanFieldGuide(signs)[name].loc.tolist()) == {-1.0, 1.0}
 
 
 # ---- what is a point estimate --------------------------------------------------------------------
@@ -177,3 +189,96 @@ def test_a_prior_that_is_not_one_normal():
     for prior in (dist.Laplace(0.0, 1.0), dist.Normal(1.0, 1.0), torch.rand(2, 3) + 0.1):
         with pytest.raises(ValueError, match=r"for '0\.weight' must be one normal around zero"):
             ps.bayesianize(net, {"*.bias": 1.0, "*": prior}, layers={"0": KINDS[0]})
+
+
+# ---- rank-1 layers -------------------------------------------------------------------------------
+
+
+LAYERS = [
+    (lambda: nn.Linear(4, 3), (4,)),
+    (lambda: nn.Linear(4, 3, bias=False), (2, 4)),
+    (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 5)),
+    (lambda: nn.Conv2d(4, 3, (2, 3), padding="same", padding_mode="circular"), (4, 3, 3)),
+    (lambda: nn.Conv3d(4, 3, 2, dilation=(1, 2, 1), bias=False), (4, 2, 3, 2)),
+]
+RANK_ONE = {
+    nn.Linear: RankOneLinear,
+    nn.Conv1d: RankOneConv1d,
+    nn.Conv2d: RankOneConv2d,
+    nn.Conv3d: RankOneConv3d,
+}
+
+
+def rank_one(layer, **options):
+    return RANK_ONE[type(layer)](layer, **options)
+
+
+def with_scales(layer, input_scale, output_scale):
+    """Return torch's layer with the scaled weight, element by element."""
+    scaled = copy.deepcopy(layer)
+    groups = getattr(layer, "groups", 1)
+    out, size = layer.weight.shape[:2]
+    for o in range(out):
+        first = (o // (out // groups)) * size
+        for c in range(size):
+            scaled.weight.data[o, c] *= output_scale[o] * input_scale[first + c]
+    return scaled
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [*((make, (3, *shape)) for make, shape in LAYERS), (LAYERS[3][0], (4, 3, 3))]
+)
+def test_the_weight_is_scaled_by_an_outer_product(make, shape):
+    layer, x = make(), torch.randn(shape)
+    before = copy.deepcopy(layer.state_dict())
+    ours = rank_one(layer, prior_scale=0.5)
+    trace = poutine.trace(ours).get_trace(x)
+    r, s = (trace.nodes[f"{name}_scale"]["value"] for name in ("output", "input"))
+    expected = with_scales(layer, s, r)(x)
+    torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
+    ours.weight.data.zero_()
+    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS[1:4])
+def test_scales_for_each_example_are_a_loop(make, shape):
+    layer, x = rank_one(make()), torch.randn(3, *shape)
+    scales = {"input_scale": torch.randn(3, 4), "output_scale": torch.randn(3, len(layer.weight))}
+    loop = [
+        poutine.condition(layer, {name: value[n] for name, value in scales.items()})(x[n : n + 1])
+        for n in range(3)
+    ]
+    torch.testing.assert_close(poutine.condition(layer, scales)(x), torch.cat(loop))
+
+
+def test_one_draw_serves_the_batch_elsewhere():
+    layer, x = RankOneLinear(nn.Linear(3, 6)), torch.randn(1, 3).expand(4, 3)
+    guide = ps.MeanFieldGuide(layer, init_scale=1.0)
+    trace = poutine.trace(guide).get_trace(x)
+    outputs = poutine.replay(layer, trace)(x)
+    assert torch.equal(outputs[:-1], outputs[1:])
+    lazy = run_lazily(layer, guide, x)
+    assert not torch.isclose(lazy[:-1], lazy[1:]).any()
+
+
+def make_regressor():
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    layers = [part if i == 1 else RankOneLinear(part) for i, part in enumerate(net)]
+    return ps.Regressor(ps.bayesianize(nn.Sequential(*layers)), num_data=12, noise_scale=0.3)
+
+
+def test_copies_and_state_dicts():
+    source, target, x = make_regressor(), make_regressor(), torch.randn(4, 3)
+    values = ps.MeanFieldGuide(source).draw()
+    expected = poutine.condition(source.net, values)(x)
+    target.load_state_dict(source.state_dict())
+    for same in (target, pickle.loads(pickle.dumps(source))):
+        assert isinstance(same.net[0], RankOneLinear)
+        torch.testing.assert_close(poutine.condition(same.net, values)(x), expected)
+
+
+def test_other_layers_and_inputs_are_refused():
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Conv2d, but got a torch.nn.Conv1d"):
+        RankOneConv2d(nn.Conv1d(1, 1, 1))
+    with pytest.raises(ValueError, match="3 channels"):
+        RankOneLinear(nn.Linear(3, 2))(torch.zeros(4, 2))

@@ -29,8 +29,6 @@ class Conv1D(nn.Module):
 
 
 class Experts(nn.Module):
-    """A stack of dense layers, and what chooses among them."""
-
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(5, 3)
@@ -54,8 +52,6 @@ class LlamaRMSNorm(Norm):
 
 
 class Block(nn.Module):
-    """A scale in a class with an ordinary name."""
-
     def __init__(self, *shape, name="gamma"):
         super().__init__()
         self.name = name

@@ -1,15 +1,17 @@
-"""Classifier and Regressor."""
+"""Likelihoods around a net, of examples and of tokens."""
 
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import scipy.stats
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer.data_warnings import NumDataWarning
+from pyro_structvi.nn.classifiers import PaddedCategorical
 
 
 def log_likelihood(model, values, x, y):
@@ -142,6 +144,7 @@ RIGHT_WEIGHTS, WRONG_WEIGHTS = ({"class_weights": torch.ones(size)} for size in 
     ("kind", "options", "x", "y", "message"),
     [
         (ps.Classifier, {}, (6, 3), torch.zeros(5).long(), r"shape \(batch,\) = \(6,\), but got"),
+        (ps.Classifier, {}, (6, 3), torch.zeros(6), "`y` must hold classes as integers, but got"),
         (ps.Classifier, {}, (6, 5, 3), None, r"shape \(batch, classes\), but got \(6, 5, 2\)"),
         (ps.Classifier, WRONG_WEIGHTS, (2, 3), torch.tensor([0, 1]), "`class_weights` must h"),
         (ps.Classifier, RIGHT_WEIGHTS, (2, 3), torch.tensor([0, 2]), "classes count from 0"),
@@ -230,3 +233,74 @@ def test_data_without_scales_are_refused():
     model = ps.Classifier(nn.Linear(3, 2), 4, standardize=torch.randn(4, 3))
     with pytest.raises(TypeError, match="`x` must be a tensor for a model with `standardize`"):
         model({"input": torch.randn(4, 3)})
+
+
+BATCH, LENGTH, NUM_CLASSES = 6, 5, 4
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+def make_tokens(**options):
+    net = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, NUM_CLASSES))
+    return ps.TokenClassifier(ps.bayesianize(net, 1.0), **options)
+
+
+def texts():
+    x = torch.randint(7, (BATCH, LENGTH))
+    y = torch.randint(NUM_CLASSES, (BATCH, LENGTH))
+    y[:, -2:] = -100
+    return x, y
+
+
+def likelihood_of_tokens(model, x, y):
+    trace = poutine.trace(model).get_trace(x, y)
+    trace.compute_log_prob()
+    return trace.nodes["obs"]["log_prob_sum"], trace.nodes["_RETURN"]["value"]
+
+
+@pytest.mark.parametrize(("ignore_index", "shift"), [(-100, True), (0, False)])
+def test_the_likelihood_is_cross_entropy_without_the_padding(shift, ignore_index):
+    model = make_tokens(num_data=3 * BATCH, shift=shift, ignore_index=ignore_index)
+    x, y = texts()
+    y[y == -100] = ignore_index
+    found, logits = likelihood_of_tokens(model, x, y)
+    targets = y[:, 1:] if shift else y
+    assert logits.shape == (*targets.shape, NUM_CLASSES)
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+    )
+    torch.testing.assert_close(found, -3 * loss, rtol=1e-10, atol=0)
+
+
+def test_padding_has_no_gradient_and_stays_when_a_padded_categorical_grows():
+    _, y = texts()
+    logits = torch.randn(BATCH, LENGTH, NUM_CLASSES, requires_grad=True)
+    PaddedCategorical(logits=logits).log_prob(y).sum().backward()
+    assert not logits.grad[:, -2:].any()
+    assert logits.grad[:, :-2].any()
+    tokens = PaddedCategorical(logits=torch.zeros(3, 2), ignore_index=7).expand((4, 3))
+    assert tokens.log_prob(torch.full((4, 3), 7)).eq(0).all()
+    with pytest.raises(ValueError, match="within the support"):
+        PaddedCategorical(logits=torch.zeros(3, 2), validate_args=True).log_prob(torch.tensor(5))
+
+
+def test_it_predicts_with_its_padding():
+    model = make_tokens(num_data=BATCH)
+    guide = ps.KTiedGuide(model)
+    x, y = texts()
+    prediction = ps.predict(model, guide, x, num_samples=4, y=y)
+    assert prediction.mean.shape == (BATCH, LENGTH, NUM_CLASSES)
+    assert prediction.functions.shape == (4, BATCH, LENGTH, NUM_CLASSES)
+    median = {name: value.unsqueeze(0) for name, value in guide.median().items()}
+    one = ps.predict(model, median, x, y=y)
+    expected = -F.cross_entropy(one.mean.log().mT, y, reduction="none").sum(1)
+    torch.testing.assert_close(one.log_density, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_other_observations_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(6, 5\)"):
+        poutine.block(make_tokens(num_data=6))(texts()[0], torch.zeros(BATCH, dtype=torch.long))
+    model = ps.TokenClassifier(ps.bayesianize(nn.Linear(3, 2), 1.0), num_data=6)
+    with pytest.raises(ValueError, match=r"\(batch, length, classes\), but got \(6, 2\)"):
+        poutine.block(model)(torch.randn(6, 3))

@@ -60,8 +60,6 @@ def test_the_loss_of_particles_in_plates_is_that_of_each_alone(guide_name, make_
 
 
 class RecordsDraws(Trace_ELBO):
-    """Pyro's objective, with the draws of its last pass at hand."""
-
     def _get_trace(self, *args):
         model_trace, guide_trace = super()._get_trace(*args)
         self.draws = {

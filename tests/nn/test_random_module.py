@@ -32,8 +32,6 @@ class ReadsItself(nn.Module):
 
 
 class AsksForADevice(nn.Module):
-    """Reads the device of its first parameter only."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 1)
@@ -220,3 +218,22 @@ def test_copies_after_a_pass(make_net, make):
     given = [poutine.condition(each, draw)(x) for each in (model, other)]
     assert torch.equal(*given)
     other.net.load_state_dict(model.net.state_dict())
+
+
+class CountsCalls(nn.Linear):
+    """Keeps a number, and no tensor, in evaluation mode."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_numbers_without_tensors_are_kept():
+    model, guide = model_of(CountsCalls(3, 1))
+    model.eval()
+    for number in (1, 2):
+        with guide.sampled():
+            model(torch.randn(2, 3))
+        assert model.net.calls == number

@@ -49,7 +49,6 @@ def spread_diagonals(layer):
 
 
 def draw_and_run(layer, x):
-    """Return one draw of the layer's sites and its outputs under them."""
     trace = poutine.trace(layer).get_trace(x)
     return {name: trace.nodes[name]["value"] for name in ("coefficients", "bias")}, trace
 
