@@ -69,6 +69,18 @@ class _BayesianMLP(BaseEstimator):
     random_state: Any = None
     progress: bool = False
 
+    @property
+    def partial_fit(self) -> Any:
+        """Not defined, since the posterior depends on all the data.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            f"`partial_fit` is not defined for {type(self).__name__}, whose posterior depends on all "
+            "the data. Call `fit` with all of them."
+        )
+
     def _fit(self, inputs: Array, targets: Array, weights: Array | None, num_outputs: int) -> Self:
         """Fit the posterior, and keep draws of it."""
         self.x_scaler_ = StandardScaler().fit(inputs, sample_weight=weights)

@@ -31,7 +31,6 @@ def make_classifier(size=12):
 
 
 def make_image_classifier():
-    """Return a net with a convolution, pooling and a normalization, and six examples."""
     net = nn.Sequential(
         nn.Conv2d(1, 2, 2),
         nn.ReLU(),
@@ -62,7 +61,6 @@ class HandWritten(PyroModule):
 
 
 def linear_function(x, y=None):
-    """A plain function that draws a matrix and applies it."""
     weight = pyro.sample("weight", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
     mean = F.linear(x, weight=weight)
     with pyro.plate("data", len(x)):
@@ -71,7 +69,6 @@ def linear_function(x, y=None):
 
 
 def convolution_function(x, y=None):
-    """A plain function that draws filters and a bias and convolves."""
     weight = pyro.sample("filters", dist.Normal(torch.zeros(2, 1, 3), 1.0).to_event(3))
     bias = pyro.sample("bias", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     mean = F.conv1d(x, weight, bias, padding=1).sum((-2, -1))
@@ -81,7 +78,6 @@ def convolution_function(x, y=None):
 
 
 def hierarchical_function(x, y=None):
-    """Weights whose scale has a prior of its own, and a noise scale."""
     scale = pyro.sample("scale", dist.HalfNormal(torch.tensor(1.0)))
     weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), scale).to_event(2))
     noise = pyro.sample("noise", dist.LogNormal(torch.tensor(-1.0), torch.tensor(0.5)))
@@ -97,7 +93,6 @@ def prior_only():
 
 
 def recurrent_function(x, y=None):
-    """One weight used at two steps."""
     weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
     hidden = torch.tanh(F.linear(x, weight))
     mean = F.linear(hidden, weight).sum(-1)
@@ -107,7 +102,6 @@ def recurrent_function(x, y=None):
 
 
 def local_latent_function(x, y=None):
-    """One latent for each example besides a global weight."""
     weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
     with pyro.plate("data", len(x)):
         shift = pyro.sample("shift", dist.Normal(0.0, torch.tensor(0.5)))

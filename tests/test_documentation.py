@@ -139,7 +139,6 @@ def test_shown_numbers_may_differ_by_one_in_the_last_digit(printed, is_same):
 
 
 def squeeze(text):
-    """Return a text with every run of white space as one space."""
     return " ".join(text.split())
 
 
@@ -197,27 +196,16 @@ def test_every_page_is_in_the_navigation_and_levels_are_short():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("net", ["dense", pytest.param("convolution", marks=pytest.mark.slow)])
-def test_gradient_variance_script_runs(net, monkeypatch, capsys, tmp_path):
+def test_sampled_outputs_have_gradients_of_less_variance(monkeypatch, capsys, tmp_path):
     script, figure = ROOT / "docs/scripts/gradient_variance.py", tmp_path / "figure.png"
-    arguments = ["--net", net, "--gradients", "30", "--figure", str(figure)]
+    arguments = ["--net", "dense", "--gradients", "30", "--figure", str(figure)]
     monkeypatch.setattr(sys, "argv", [script.name, *arguments])
     runpy.run_path(str(script), run_name="__main__")
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == 6
-    assert figure.stat().st_size > 0
-    gains = [float(gain) for row in rows for gain in re.findall(r"\( *([\d.]+)\)", row)]
-    assert sorted(gains)[:6] == [1.0] * 6, "sampled weights are the measure"
-    assert len(gains) == (16 if net == "convolution" else 12)
-    assert all(gain > 1 for gain in sorted(gains)[6:]), "sampled weights vary less"
-
-
-def test_figures_of_the_gallery_keep_the_numbers_in_their_texts(tmp_path):
-    pytest.importorskip("matplotlib")
-    script, figure = ROOT / "docs/scripts/gallery_figures.py", tmp_path / "figure.svg"
-    figure.write_text('<path d="M 1.2345 6"/><text x="2.987">0.025</text>')
-    runpy.run_path(str(script))["shorten"](figure)
-    assert figure.read_text() == '<path d="M 1.2 6"/><text x="2.9">0.025</text>'
+    gains = sorted(float(gain) for row in rows for gain in re.findall(r"\( *([\d.]+)\)", row))
+    assert gains[:6] == [1.0] * 6, "sampled weights are the measure"
+    assert len(gains) == 12
+    assert all(gain > 1 for gain in gains[6:])
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/guides/*.md")), ids=lambda page: page.stem)

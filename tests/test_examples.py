@@ -128,13 +128,7 @@ SCRIPTS = {
     ],
     "docs/scripts/particles.py": ["--rounds", "2", "--particles", "2"],
     "docs/scripts/prediction_overhead.py": [
-        "--batches",
-        "32",
-        "--samples",
-        "1",
-        "2",
-        "--rounds",
-        "1",
+        *("--batches", "32", "--samples", "1", "2", "--rounds", "1"),
     ],
     "docs/scripts/walks.py": [],
     "docs/scripts/traced_steps.py": ["--rounds", "2", "--guide", "k-tied, k = 2"],
@@ -163,7 +157,6 @@ def test_no_script_is_missing():
 
 
 def save_regression(path):
-    """Save a random regression with two splits."""
     random = np.random.default_rng(0)
     order = np.stack([random.permutation(60) for _ in range(2)])
     x, y = random.normal(size=(60, 3)), random.normal(size=60)
@@ -171,7 +164,6 @@ def save_regression(path):
 
 
 def save_reviews(path):
-    """Save random reviews in the layout of the example's data."""
     random, parts = np.random.default_rng(0), {}
     for part in ("train", "test"):
         lengths = random.integers(5, 30, 200)

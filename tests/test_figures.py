@@ -7,16 +7,20 @@ show), or the ELBO of a short training (`docs/scripts/guide_pictures.py --guide 
 with all pictures, and figures of `docs/scripts/is_it_any_good.py` and of `gradient_variance.py` there.
 """
 
+import itertools
 import json
 import re
 import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.text import Annotation
 
 from benchmarks.choices import CHOICES
+from benchmarks.distance_over_cost import plot_distance_over_cost
 from benchmarks.figure_sources import digest, metadata, read_source, write_source
 from benchmarks.rows import read_rows
 
@@ -66,7 +70,6 @@ def gallery():
 
 @pytest.fixture
 def float32_by_default(fresh_state):
-    """Train in the dtype of the scripts."""
     torch.set_default_dtype(torch.float32)
 
 
@@ -132,7 +135,6 @@ def test_a_figure_is_drawn_by_the_code_of_its_page(figure, gallery):
 
 
 def elbos(source):
-    """Return the numbers of a source."""
     return [float(value) for value in re.findall(r"ELBO (\S+) after", source)]
 
 
@@ -167,3 +169,49 @@ def test_a_figure_carries_its_source(name, tmp_path):
     assert read_source(path) == "digest of results"
     figure.savefig(path, metadata=metadata(path, "another"))
     assert read_source(path) == ("another" if path.suffix == ".svg" else None)
+
+
+# ---- posteriors by cost and distance -------------------------------------------------------------
+
+
+def names_in(ax):
+    return [child for child in ax.texts if child.get_text() not in {"floor", "ceiling"}]
+
+
+def many_rows(spread):
+    rng = np.random.default_rng(0)
+    costs, distances = np.exp(rng.normal(3, spread, 20)), 0.5 + 0.1 * rng.normal(size=20)
+    return {
+        f"posterior with number {index}": (float(cost), float(distance))
+        for index, (cost, distance) in enumerate(zip(costs, distances, strict=True))
+    }
+
+
+def shared(a, b):
+    width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+    return max(width, 0) * max(height, 0)
+
+
+def test_points_error_bars_and_lines():
+    rows = {"a": (1.0, 0.5), "b": (3.0, 0.2)}
+    ax = plot_distance_over_cost(rows, errors={"b": 0.1}, floor=0.1, ceiling=0.9, unit="min")
+    points, _, (bars,) = ax.containers[0]
+    np.testing.assert_array_equal(points.get_xydata(), [*rows.values()])
+    np.testing.assert_allclose(bars.get_segments(), [[[1, 0.5], [1, 0.5]], [[3, 0.1], [3, 0.3]]])
+    assert [line.get_ydata() for line in ax.lines[1:]] == [[0.1, 0.1], [0.9, 0.9]]
+    texts = {text.get_text(): text.xy for text in ax.texts}
+    assert texts == {"floor": (1, 0.1), "ceiling": (1, 0.9), **rows}
+    assert ax.get_xlabel() == "cost of training (min)"
+
+
+def test_names_do_not_cover_each_other_or_points():
+    ax = plot_distance_over_cost(many_rows(0.2))
+    ax.figure.draw_without_rendering()
+    # Of an annotation with a line, the extent of the text alone.
+    boxes = [super(Annotation, text).get_window_extent() for text in names_in(ax)]
+    assert len(boxes) == 20
+    assert max(shared(a, b) for a, b in itertools.combinations(boxes, 2)) == 0
+    places = ax.transData.transform(ax.lines[0].get_xydata())
+    assert not [box for box in boxes for x, y in places if box.contains(x, y)]
+    inside = ax.get_window_extent()
+    assert all(shared(box, inside) == pytest.approx(box.width * box.height) for box in boxes)

@@ -1,80 +1,37 @@
-"""The league: what is measured, what is not measured twice, and its tables."""
+"""The league, with posteriors of other packages: what is measured, and of the same model."""
 
 import math
-import subprocess
-import sys
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector
 
 import pyro_structvi as ps
-from benchmarks import league, league_problems, league_tables, paper_tables, tables
+from benchmarks import league, league_problems, league_tables, pyro_peers, tables
+from benchmarks.laplace_peers import (
+    LinearizedModel,
+    each_layer,
+    laplace,
+    likelihood_of,
+    prior_precisions,
+)
 from benchmarks.rows import ResultsFile, read_rows
 from tests.statistics import assert_moments
 
 ROWS = [
     ("p", "good", "0", "seconds", "2"),
     ("p", "good", "0", "ELBO", "-3"),
-    ("p", "good", "0", "near: Wasserstein", "0.3"),
-    ("p", "good", "0", "near: coverage", "0.8"),
     ("p", "good", "0", "far: Wasserstein", "0.1"),
-    ("p", "good", "0", "far: difference of means", "7"),
-    ("p", "good", "0", "far: coverage", "0.9"),
-    ("p", "good", "1", "far: Wasserstein", "0.3"),
-    ("p", "bad", "0", "seconds", "1"),
-    ("p", "bad", "0", "near: Wasserstein", "0.2"),
     ("p", "bad", "0", "far: Wasserstein", "25"),
     ("p", "reference, again", "0", "R-hat", "1.25"),
     ("p", "reference, again", "0", "far: Wasserstein", "0.01"),
 ]
-
-
-def test_the_table_is_ordered_by_the_distance_in_the_last_region():
-    text = league_tables.league_tables(ROWS).splitlines()
-    head, _, *body = (line for line in text if line.startswith("|"))
-    columns = "far: Wasserstein | far: coverage | near: Wasserstein | near: coverage"
-    assert head == f"| posterior | {columns} | ELBO | seconds |"
-    assert body == [
-        "| reference, again | 0.010 |  |  |  |  |  |",
-        "| good | 0.200 ± 0.100 | 0.900 | 0.300 | 0.800 | -3.00 | 2.00 |",
-        "| bad | 25.0 |  | 0.200 |  |  | 1.00 |",
-    ]
-    assert text[-1] == (
-        "The worse of two runs of NUTS: R-hat 1.25. The chains do not mix, so the problem is in no "
-        "mean."
-    )
-
-
-def test_the_table_of_distances_has_a_column_for_each_problem():
-    """Geometric means over problems order the rows: 0.01, then 0.2, then 25."""
-    other = [("q", *row[1:]) for row in ROWS if row[1] != "bad"]
-    assert league_tables.distance_table([*ROWS, *other]).splitlines() == [
-        "| posterior | p: Wasserstein | q: Wasserstein |",
-        "| --- | --- | --- |",
-        "| NUTS, a second run | 0.010 | 0.010 |",
-        "| `good` | 0.200 ± 0.100 | 0.200 ± 0.100 |",
-        "| `bad` | 25.0 |  |",
-    ]
-
-
-def test_tables_do_not_depend_on_the_order_in_which_problems_were_measured():
-    parts = [[(name, *row[1:]) for row in ROWS] for name in ("digits", "cosine", "own")]
-    one, other = (league_tables.league_tables(chain(*each)) for each in (parts, parts[::-1]))
-    assert one == other
-    assert one.index("1-D regression") < one.index("Digits") < one.index("own")
-
-
-def test_results_come_back_from_their_file(tmp_path):
-    path = tmp_path / "league.csv"
-    ResultsFile(path, league_tables.HEADER).add(*ROWS[:3])
-    ResultsFile(path, league_tables.HEADER).add(*ROWS[3:])
-    assert read_rows(path, league_tables.HEADER) == ROWS
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="must have the columns"):
-        read_rows(tmp_path / "other.csv", league_tables.HEADER)
 
 
 def test_processes_add_to_one_file(tmp_path):
@@ -84,6 +41,8 @@ def test_processes_add_to_one_file(tmp_path):
     first.add(*ROWS[:3])
     second.add(*ROWS[3:])
     assert read_rows(path, league_tables.HEADER) == ROWS
+    with pytest.raises(ValueError, match="must have the columns"):
+        read_rows(path, ("a", "b"))
 
 
 def test_a_page_shows_a_table_of_a_csv_file(tmp_path, monkeypatch):
@@ -99,25 +58,11 @@ def test_a_page_shows_a_table_of_a_csv_file(tmp_path, monkeypatch):
 
 
 def test_exact_draws_are_those_of_the_conjugate_posterior():
-    """By the rule for conditional normals, from the joint distribution of targets and weights."""
     torch.manual_seed(0)
     problem = league_problems.linear_regression()
-    x = torch.cat([problem.x.double(), torch.ones(60, 1, dtype=torch.double)], 1)
-    joint = x @ x.T + 0.25 * torch.eye(60, dtype=torch.double)
-    gain = torch.linalg.solve(joint, x).T
-    mean = (gain @ problem.y.double()).flatten()
-    covariance = torch.eye(9, dtype=torch.double) - gain @ x
     draws = problem.exact(40_000)
     flat = torch.cat([draws["net.weight"].flatten(1), draws["net.bias"]], 1).double()
-    assert_moments(flat, mean, covariance)
-
-
-def test_draws_of_the_prior_have_its_moments():
-    torch.manual_seed(0)
-    problem = league_problems.linear_regression()
-    draws = league.prior_draws(problem, 1000)
-    assert set(draws) == {"net.weight", "net.bias"}
-    assert_moments(draws["net.weight"].flatten(1).double(), torch.zeros(8), torch.eye(8))
+    assert_moments(flat, *conjugate_posterior(problem))
 
 
 def test_a_posterior_has_no_distance_from_itself_and_ratios_are_of_deviations():
@@ -128,14 +73,16 @@ def test_a_posterior_has_no_distance_from_itself_and_ratios_are_of_deviations():
     ratio = league.distances("functions", wide, near)["ratio of standard deviations"]
     assert ratio == pytest.approx(2)
     logits = torch.randn(50, 6, 3)
-    ours, theirs = (
+    ours, theirs, shifted = (
         SimpleNamespace(functions=each, mean=each.softmax(-1).mean(0))
-        for each in (logits, 0 * logits)
+        for each in (logits, 0 * logits, logits + torch.randn(50, 6, 1))
     )
     found = league.distances("classes", ours, theirs)
     expected = (ours.mean - 1 / 3).abs().sum(-1).mean() / 2
     assert found["total variation"] == pytest.approx(expected.item())
     assert math.isinf(found["ratio of standard deviations"])
+    same = league.distances("classes", shifted, ours)  # as all probabilities are
+    assert same["log ratio of deviations"] == pytest.approx(0, abs=1e-6)
 
 
 def test_spreads_are_compared_by_their_logarithms_and_a_point_has_the_worst():
@@ -148,14 +95,6 @@ def test_spreads_are_compared_by_their_logarithms_and_a_point_has_the_worst():
     point = league.spreads(0 * exact, exact + 3)
     assert point["log ratio of deviations"] == pytest.approx(math.log(100))
     assert point["coverage"] == 0
-
-
-def test_logits_are_compared_without_what_no_probability_depends_on():
-    logits = torch.randn(50, 6, 3)
-    shifted = SimpleNamespace(functions=logits + torch.randn(50, 6, 1), mean=torch.ones(6, 3) / 3)
-    same = SimpleNamespace(functions=logits, mean=torch.ones(6, 3) / 3)
-    found = league.distances("classes", shifted, same)
-    assert found["log ratio of deviations"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["spirals", "clusters"])
@@ -200,22 +139,6 @@ def test_the_gap_of_a_regression_is_the_middle_third(tmp_path):
     assert problem.y.std(correction=0).item() == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.slow
-def test_nothing_is_measured_twice(tmp_path):
-    command = [
-        *(sys.executable, "-m", "benchmarks.league", "--smoke", "--problem", "linear"),
-        *("--method", "MeanFieldGuide", "--output", str(tmp_path / "league.csv")),
-        *("--references", str(tmp_path)),
-    ]
-    first, second = (
-        subprocess.run(command, capture_output=True, text=True, check=True, cwd=tables.REPOSITORY)
-        for _ in range(2)
-    )
-    assert first.stdout.startswith("linear MeanFieldGuide 0 ")
-    assert second.stdout.startswith("### Conjugate linear regression")
-    assert first.stdout.endswith(second.stdout)
-
-
 def test_mc_dropout_keeps_the_inputs():
     problem = league_problems.cosine_regression()
     guide = league.mc_dropout(problem.model)
@@ -224,27 +147,140 @@ def test_mc_dropout_keeps_the_inputs():
     assert isinstance(guide["net.2.weight"].family, ps.families.Dropout)
 
 
-def test_a_papers_table_has_its_number_beside_ours(tmp_path):
-    path = tmp_path / "results.csv"
-    ResultsFile(path, paper_tables.HEADER).add(
-        ("Table 1", "k = 1", "0", "NLL", "0.1"),
-        ("Table 1", "k = 1", "1", "NLL", "0.3"),
-        ("Table 1", "k = 1", "0", "parameters", "481614"),
-        ("Table 1", "k = 2", "0", "NLL", "0.25"),
+OPTIONS = SimpleNamespace(steps=400, draws=4000, smoke=True)
+
+
+def conjugate_posterior(problem):
+    """Return the mean and the covariance of weights and bias, by the rule for conditional normals."""
+    x = torch.cat([problem.x.double(), torch.ones(60, 1, dtype=torch.double)], 1)
+    joint = x @ x.T + 0.25 * torch.eye(60, dtype=torch.double)
+    gain = torch.linalg.solve(joint, x).T
+    mean = (gain @ problem.y.double()).flatten()
+    return mean, torch.eye(9, dtype=torch.double) - gain @ x
+
+
+def small_net():
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def test_prior_precisions_are_those_of_the_model():
+    """A weight of FanIn(3, 2) has the deviation 3 / sqrt(fan_in), a bias 2."""
+    model = ps.Classifier(ps.bayesianize(small_net(), ps.FanIn(3.0, 2.0)), num_data=5)
+    found = prior_precisions(model, torch.zeros(5, 2))
+    expected = {
+        "net.0.weight": torch.full((8,), 2 / 9),
+        "net.0.bias": torch.full((4,), 1 / 4),
+        "net.2.weight": torch.full((12,), 4 / 9),
+        "net.2.bias": torch.full((3,), 1 / 4),
+    }
+    assert list(found) == list(expected)
+    torch.testing.assert_close(found, expected)
+    by_layer = each_layer(list(found.values()))
+    torch.testing.assert_close(by_layer, torch.tensor([2 / 9, 1 / 4, 4 / 9, 1 / 4]))
+
+
+def test_models_that_laplace_torch_cannot_have_are_refused():
+    wide = ps.bayesianize(nn.Linear(2, 1), torch.distributions.Laplace(0.0, 1.0))
+    with pytest.raises(ValueError, match=r"normal priors around zero only, unlike net\.weight"):
+        prior_precisions(ps.Regressor(wide, 5, 0.1), torch.zeros(5, 2))
+    with pytest.raises(ValueError, match="one prior precision for each parameter"):
+        each_layer([torch.tensor([1.0, 2.0])])
+    net = ps.bayesianize(nn.Linear(2, 2), 1.0)
+    assert likelihood_of(ps.Classifier(net, 5)) == ("classification", 1.0)
+    assert likelihood_of(ps.Regressor(net, 5, 0.3)) == ("regression", pytest.approx(0.3))
+    with pytest.raises(ValueError, match="one given scale of normal noise"):
+        likelihood_of(ps.Regressor(net, 5, noise="heteroscedastic"))
+
+
+def test_a_linearized_net_has_the_first_two_terms():
+    """Beside the Jacobian that reverse mode gives, and with several draws in one pass."""
+    torch.manual_seed(0)
+    net, x = small_net().double(), torch.randn(5, 2).double()
+    model = ps.Classifier(ps.bayesianize(small_net().double(), 1.0), num_data=5)
+    names, at = zip(*net.named_parameters(), strict=True)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda *values: functional_call(net, dict(zip(names, values, strict=True)), (x,)), at
     )
-    ResultsFile(tmp_path / "published.csv", paper_tables.HEADER).add(
-        ("Table 1", "k = 1", "paper", "NLL", "0.155"),
-        ("Table 1", "full", "paper", "NLL", "0.133"),
-        ("Table 2", "full", "paper", "NLL", "7"),
+    rows = torch.cat([own.flatten(2) for own in jacobian], 2)
+    mode = parameters_to_vector(at).detach()
+    draws = mode + torch.randn(7, len(mode)).double()
+    expected = net(x) + torch.einsum("ncp,sp->snc", rows, draws - mode)
+    found = ps.predict(LinearizedModel(model, net), {"weights": draws}, x).functions
+    torch.testing.assert_close(found, expected)
+
+
+# ---- laplace-torch -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def _laplace_torch():
+    pytest.importorskip("laplace", reason="needs laplace-torch, which is no dependency")
+
+
+@pytest.mark.usefixtures("_laplace_torch")
+@pytest.mark.parametrize(
+    ("subset", "structure"), [("all", "full"), ("all", "kron"), ("last_layer", "full")]
+)
+def test_draws_of_functions_have_the_moments_that_the_package_predicts(
+    subset, structure, monkeypatch
+):
+    import laplace as package
+
+    made, make = [], package.Laplace
+    monkeypatch.setattr(
+        package, "Laplace", lambda *own, **more: made.append(make(*own, **more)) or made[0]
     )
-    assert tables.tables_of(path).splitlines() == [
-        "### Table 1",
-        "",
-        "| ours (paper) | NLL | parameters |",
-        "| --- | --- | --- |",
-        "| k = 1 | 0.2 ± 0.1 (0.155) | 481,614 |",
-        "| k = 2 | 0.25 |  |",
-        "| full | (0.133) |  |",
-        "",
-        "1 to 2 seeds.",
-    ]
+    torch.manual_seed(0)
+    problem = league_problems.two_moons()
+    model, posterior, _ = laplace(subset, structure, "glm", problem, OPTIONS)
+    x = problem.regions["away"][::40]
+    mean, covariance = made[0]._glm_predictive_distribution(x)
+    drawn = ps.predict(model, posterior, x, num_samples=OPTIONS.draws).functions
+    for point in range(len(x)):
+        assert_moments(drawn[:, point].double(), mean[point].double(), covariance[point].double())
+
+
+# ---- Pyro ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_guide_with_the_better_bound_is_kept(monkeypatch):
+    """Parameters of the worse one, which have the same names, are not read in its place."""
+    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.01, 0.1), (20.0, 0.1)))
+    torch.manual_seed(0)
+    problem = league_problems.linear_regression()
+    options = SimpleNamespace(steps=30, smoke=True)
+    model, guide, found = pyro_peers.autoguide(AutoNormal, problem, options)
+    with torch.no_grad():
+        again = -Trace_ELBO(num_particles=200).loss(model, guide, problem.x, problem.y)
+    assert again == pytest.approx(found["ELBO"], rel=0.1)
+    assert found["gap to the evidence"] == pytest.approx(problem.evidence - found["ELBO"])
+
+
+@pytest.mark.slow
+def test_autonormal_finds_the_best_independent_normals(monkeypatch):
+    """Of a normal posterior: its means, and the diagonal of its precision; so does mean field."""
+    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.03, 0.01),))
+    torch.manual_seed(0)
+    problem = league_problems.linear_regression()
+    mean, covariance = conjugate_posterior(problem)
+    best = torch.linalg.inv(covariance).diagonal() ** -0.5
+    _, guide, found = pyro_peers.autoguide(
+        AutoNormal, problem, SimpleNamespace(steps=4000, smoke=0)
+    )
+    loc, scale = (
+        torch.cat([
+            getattr(getattr(guide, kind).net, name).flatten() for name in ("weight", "bias")
+        ])
+        for kind in ("locs", "scales")
+    )
+    assert ((loc - mean).abs() / best).max() < 0.5
+    assert (scale / best).log().abs().max() < 0.2
+    mean_field = ps.MeanFieldGuide(problem.model)
+    theirs = league.train(
+        problem, "MeanFieldGuide", mean_field, SimpleNamespace(steps=1000, smoke=0)
+    )
+    assert found["ELBO"] == pytest.approx(theirs["ELBO"], abs=0.5)

@@ -1,7 +1,6 @@
 """A model and its guide under Lightning's ``Trainer``."""
 
 import copy
-import math
 import os
 import subprocess
 import sys
@@ -104,25 +103,13 @@ def test_a_schedule_counts_steps_of_the_optimizer(tmp_path):
 
 
 def test_mixed_precision():
-    module = make(dtype=torch.float32, lr=0.05)
+    module = make(dtype=torch.float32)
     before = state_of(module)
-    train(module, loader(dtype=torch.float32), precision="bf16-mixed", max_epochs=30)
+    train(module, loader(dtype=torch.float32), precision="bf16-mixed")
     after = state_of(module)
     assert {value.dtype for value in module.parameters()} == {torch.float32}
     assert all(bool(torch.isfinite(value).all()) for value in after.values())
-    x, y = (value.float() for value in regression_data(SIZE))
-    found = [ps.StructuredELBO().loss(module.model, module.guide, x, y)]
-    module.load_state_dict(before)
-    found.append(ps.StructuredELBO().loss(module.model, module.guide, x, y))
-    assert found[0] < found[1]
-
-
-def test_a_function_as_a_model():
-    guide = ps.MeanFieldGuide(linear_function)
-    x, y = torch.randn(8, 3), torch.randn(8, 2)
-    guide.initialize(x, y)
-    module = StructuredModule(linear_function, guide)
-    assert train(module, DataLoader(TensorDataset(x, y), batch_size=8)).global_step == 2
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
 
 
 # ---- validation, prediction, checkpoints ------------------------------------------------------------
@@ -146,30 +133,22 @@ def test_validation_and_prediction():
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     """Of points, which draw nothing: Lightning keeps no random states."""
-    options = {"max_epochs": 4, "callbacks": []}
-    whole = make(ps.MAPGuide)
-    train(whole, **options)
+    whole, part, other = (make(ps.MAPGuide) for _ in range(3))
+    train(whole, max_epochs=4)
 
     class Stop(ModelCheckpoint):
         def on_train_epoch_end(self, trainer, module):
             super().on_train_epoch_end(trainer, module)
             trainer.should_stop = True
 
-    keeps = Stop(tmp_path, "run", save_last=False)
-    assert (
-        train(
-            make(ps.MAPGuide), **options | {"callbacks": [keeps], "enable_checkpointing": True}
-        ).global_step
-        == 3
-    )
-    other = make(ps.MAPGuide)
-    trainer = Trainer(**QUIET | options)
+    stops = {"callbacks": [Stop(tmp_path, "run", save_last=False)], "enable_checkpointing": True}
+    assert train(part, max_epochs=4, **stops).global_step == 3
+    trainer = Trainer(**QUIET, max_epochs=4)
     trainer.fit(other, loader(), ckpt_path=tmp_path / "run.ckpt")
     assert trainer.global_step == 12
     torch.testing.assert_close(state_of(other), state_of(whole), rtol=1e-12, atol=0)
-    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"]
-    module = make(ps.MAPGuide)
-    module.load_state_dict(saved)
+    other.load_state_dict(torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"])
+    torch.testing.assert_close(state_of(other), state_of(part), rtol=0, atol=0)
 
 
 # ---- two processes ----------------------------------------------------------------------------------
@@ -215,18 +194,22 @@ def test_two_processes_take_the_steps_of_one_with_the_whole_batch(guide, tmp_pat
 # ---- bad input --------------------------------------------------------------------------------------
 
 
-def test_a_guide_without_parameters():
-    model = make_regressor()
+def test_what_cannot_be_trained():
+    """A plain function can, with a guide that is initialized."""
+    guide = ps.MeanFieldGuide(linear_function)
     with pytest.raises(ValueError, match=r"is not initialized. Call `guide.initialize\(\*batch\)`"):
-        StructuredModule(linear_function, ps.MeanFieldGuide(linear_function))
-    guide = ps.MeanFieldGuide(model)
-    guide.initialize(*regression_data())
-    StructuredModule(model, guide)
-
-
-def test_an_endless_training():
+        StructuredModule(linear_function, guide)
+    x, y = torch.randn(8, 3), torch.randn(8, 2)
+    guide.initialize(x, y)
+    module = StructuredModule(linear_function, guide)
+    assert train(module, DataLoader(TensorDataset(x, y), batch_size=8)).global_step == 2
+    with pytest.raises(TypeError, match=r"must be a tuple `\(\*inputs, y\)`, but got a Tensor"):
+        Trainer(**QUIET).validate(make(), DataLoader(x, batch_size=8))
     with pytest.raises(ValueError, match=r"infinitely many. Write `Trainer\(max_epochs=...\)`"):
         train(make(), max_epochs=-1)
+    with pytest.raises(ValueError, match="Give one of `kl_weight` and a `kl_weight` of `elbo`"):
+        make(elbo=ps.StructuredELBO(0.5), kl_weight=0.1)
+    assert make(elbo=ps.StructuredELBO(0.5))._elbo.kl_weight == 0.5
 
 
 def test_a_loss_that_is_not_finite():
@@ -235,16 +218,3 @@ def test_a_loss_that_is_not_finite():
         module.guide["net.2.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
     with pytest.raises((FloatingPointError, ValueError), match=r"not finite|must be"):
         train(module)
-
-
-def test_a_batch_without_observations():
-    x, _ = regression_data(SIZE)
-    trainer = Trainer(**QUIET)
-    with pytest.raises(TypeError, match=r"must be a tuple `\(\*inputs, y\)`, but got a Tensor"):
-        trainer.validate(make(), DataLoader(x, batch_size=8))
-
-
-def test_an_elbo_with_a_weight_of_its_own():
-    with pytest.raises(ValueError, match="Give one of `kl_weight` and a `kl_weight` of `elbo`"):
-        make(elbo=ps.StructuredELBO(0.5), kl_weight=0.1)
-    assert math.isclose(make(elbo=ps.StructuredELBO(0.5))._elbo.kl_weight, 0.5)

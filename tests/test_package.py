@@ -22,11 +22,6 @@ def test_importing_needs_no_optional_package():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["diagnostics", "metrics", "plots", "reference"])
-def test_optional_submodules_are_attributes(name):
-    assert getattr(ps, name).__name__ == f"pyro_structvi.{name}"
-
-
 @pytest.mark.parametrize(
     ("file", "pattern"),
     [("CITATION.cff", r"^version: (\S+)$"), ("README.md", r"^  version = {(\S+)},$")],
@@ -36,11 +31,9 @@ def test_a_citation_has_the_version_of_the_package(file, pattern):
     assert re.search(pattern, text, re.MULTILINE)[1] == ps.__version__
 
 
-def test_unknown_attributes_are_attribute_errors():
+def test_public_names_exist():
+    assert {name for name in ps.__all__ if getattr(ps, name) is None} == set()
+    for name in ("diagnostics", "metrics", "plots", "reference"):
+        assert getattr(ps, name).__name__ == f"pyro_structvi.{name}"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         ps.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize("name", ps.__all__)
-def test_public_names_exist(name):
-    assert getattr(ps, name) is not None

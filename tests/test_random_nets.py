@@ -21,8 +21,6 @@ NAMES = sorted(set(GUIDES) - {"inducing weights, full, not joined"})
 
 
 class Residual(nn.Module):
-    """A linear layer around which its input is added."""
-
     def __init__(self, width):
         super().__init__()
         self.layer = nn.Linear(width, width)

@@ -140,14 +140,14 @@ def test_any_guide_is_a_posterior(table):
         assert len(draws) == (2 if name == "ensemble" else 200)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
+def test_wrong_options_and_parts_of_the_data_are_refused(table):
+    for option, message in (
         ({"posterior": "exact"}, "`posterior` must be one of"),
         ({"activation": "sin"}, "`activation` must be one of"),
         ({"refine": "no"}, "`refine` must be True, False or"),
-    ],
-)
-def test_wrong_options_are_named(table, option, message):
-    with pytest.raises(ValueError, match=message):
-        BayesianMLPRegressor((4,), **POINT | option).fit(*table)
+    ):
+        with pytest.raises(ValueError, match=message):
+            BayesianMLPRegressor((4,), **POINT | option).fit(*table)
+    assert not hasattr(BayesianMLPRegressor(), "partial_fit")
+    with pytest.raises(AttributeError, match="Call `fit` with all of them"):
+        BayesianMLPClassifier().partial_fit([[0.0]], [0])

@@ -13,7 +13,7 @@ from pyro_structvi._torch import inside_jit_trace
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
 from pyro_structvi.sites.family import GuideOptions
-from pyro_structvi.sites.finding import Start, separate_randomness, starting_at
+from pyro_structvi.sites.finding import separate_randomness, starting_at
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.site_posterior import (
     How,

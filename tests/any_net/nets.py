@@ -49,14 +49,12 @@ class Case:
     by_heart: float = 0.99
 
     def model(self, net: nn.Module) -> Any:
-        """Return the net as a model."""
         bayes_net = ps.bayesianize(net, prior=self.prior, normalization=False)
         if self.kind == "tokens":
             return ps.TokenClassifier(bayes_net, num_data=BATCH)
         return ps.Classifier(bayes_net, num_data=len(self.labels()))
 
     def labels(self) -> torch.Tensor:
-        """Return what is to be learnt."""
         if self.kind == "tokens":
             labels = torch.randint(3, WORDS, (BATCH, LENGTH))
             labels[:, -2:] = -100
@@ -187,8 +185,6 @@ NODES = 9
 
 
 class OnGraph(nn.Module):
-    """A net of nodes and edges, by keyword."""
-
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
@@ -212,8 +208,6 @@ def graph() -> dict[str, torch.Tensor]:
 
 
 class Pooled(nn.Module):
-    """A net of images whose outputs are averaged over the image."""
-
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net

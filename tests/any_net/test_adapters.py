@@ -3,14 +3,12 @@
 import doctest
 import functools
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import pyro_structvi as ps
-from benchmarks import adapter_draws
 from tests.any_net.llama import LENGTH, SIZE, WORDS, adapters, base, inputs, make, rows, texts
 
 pytestmark = [pytest.mark.nets, pytest.mark.filterwarnings("default")]
@@ -160,13 +158,6 @@ def test_beams_of_the_mixture():
     assert torch.equal(several[::3], found)
 
 
-def test_options_with_another_meaning_are_refused():
-    _, guide = make()
-    net = hf.draws_as_adapters(guide, 2)
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'do_sample'"):
-        hf.generate_from_mixture(net, inputs(), do_sample=True)
-
-
 def test_scores_of_sequences_are_those_of_the_nets_at_the_draws():
     model, guide = make()
     draws = guide.joint_posterior().draw_many(range(4))
@@ -215,16 +206,6 @@ def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
     assert given["tokens"].shape == (3, LENGTH + 20) or 2 in given["tokens"]  # the end of a text
     assert given["scores"].shape == (10, SIZE)
     assert {file.name for file in tmp_path.glob("draws/draw*")} >= {"draw0", "draw9"}
-
-
-def test_the_benchmark_of_draws_runs(monkeypatch, capsys):
-    options = ["--hidden", "16", "--layers", "2", "--repeats", "1", "--batch", "1", "--length", "4"]
-    monkeypatch.setattr(sys, "argv", ["adapter_draws", *options])
-    adapter_draws.main()
-    header, _, first, *others = capsys.readouterr().out.splitlines()
-    assert header == "| adapters on | all layers, 1 x 4 tokens | the last layer, 1 x 4 tokens |"
-    assert first == "| one pass | 1 | 1 |"
-    assert len(others) == 5
 
 
 def test_docstring_examples():

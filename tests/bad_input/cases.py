@@ -16,9 +16,13 @@ from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.maps import Arrangement
 from pyro_structvi.reference import sampling
 from pyro_structvi.weights.weight_distribution import GaussianWeight
-from tests.bad_input import of_distributions, of_figures, of_fits, of_guides, of_models
 from tests.bad_input.public import public_callables
-from tests.bad_input.samples import (
+from tests.bad_input.valid import (
+    OF_DISTRIBUTIONS,
+    OF_FIGURES,
+    OF_FITS,
+    OF_GUIDES,
+    OF_MODELS,
     OPTIONS,
     SIZE,
     axes,
@@ -30,10 +34,7 @@ from tests.bad_input.samples import (
 )
 from tests.distributions.cases import CASES
 
-TABLES = (of_models, of_guides, of_fits, of_figures, of_distributions)
-VALID: dict[str, Callable[[], dict[str, Any]]] = {
-    name: arguments for table in TABLES for name, arguments in table.VALID.items()
-}
+VALID = OF_MODELS | OF_GUIDES | OF_FITS | OF_FIGURES | OF_DISTRIBUTIONS
 
 # Of arguments by these names.
 USUAL: dict[str, Callable[[], Any]] = {
@@ -180,7 +181,6 @@ def valid(name):
 
 
 def make(name):
-    """Make an instance of a public class."""
     return CALLABLES[name](**valid(name))
 
 
@@ -212,7 +212,6 @@ def with_one_input(function):
 
 
 def of_structure(cls):
-    """Return the arguments of a distribution as the registry of structures makes it."""
     q = OF_STRUCTURES[cls]((), (4, 3), torch.get_default_dtype())
     return {name: getattr(q, name) for name in q.argument_names}
 

@@ -15,15 +15,11 @@ class Unknown:
     """Of a type that nothing expects."""
 
 
+USUAL = {"text": "abc", "none": None, "number": 3.5, "unknown": Unknown()}
+
+
 def of_any(valid):
-    return {
-        "text": "abc",
-        "none": None,
-        "number": 3.5,
-        "unknown": Unknown(),
-        "class": type(valid),
-        "nested": {"abc": [1]},
-    }
+    return USUAL | {"class": type(valid), "nested": {"abc": [1]}}
 
 
 def of_number(valid, is_float):
@@ -48,15 +44,11 @@ def of_flag(valid):
 
 
 def of_text(valid):
-    return {"text": "abc", "empty": "", "none": None, "number": 3.5, "unknown": Unknown()}
+    return USUAL | {"empty": ""}
 
 
 def of_tensor(valid, is_positive):
-    values = {
-        "text": "abc",
-        "none": None,
-        "number": 3.5,
-        "unknown": Unknown(),
+    values = USUAL | {
         "class": Tensor,
         "list": valid.tolist(),
         "numpy": valid.numpy(),
@@ -87,11 +79,7 @@ def of_tensor(valid, is_positive):
 
 def of_shape(valid):
     kind = type(valid)
-    return {
-        "text": "abc",
-        "none": None,
-        "number": 3.5,
-        "unknown": Unknown(),
+    return USUAL | {
         "negative": kind([-1 for _ in valid or (1,)]),
         "fractions": tuple(1.5 for _ in valid or (1,)),
         "texts": tuple("a" for _ in valid or (1,)),
@@ -101,11 +89,7 @@ def of_shape(valid):
 
 def of_mapping(valid):
     name, entry = next(iter(valid.items()))
-    return {
-        "text": "abc",
-        "none": None,
-        "number": 3.5,
-        "unknown": Unknown(),
+    return USUAL | {
         "class": dict,
         "list": [entry],
         "empty": {},
@@ -118,9 +102,8 @@ def of_mapping(valid):
 
 
 def of_tuple(valid):
-    """Of a tuple of tensors."""
-    return {
-        **{label: value for label, value in of_any(valid).items() if label != "class"},
+    return USUAL | {
+        "nested": {"abc": [1]},
         "empty": (),
         "text as entry": ("abc", *valid[1:]),
         "none as entry": (None, *valid[1:]),

@@ -19,7 +19,6 @@ def make_model(num_data, inputs):
 
 
 def exact(x, y):
-    """Return what is known of the model with inputs ``(N, in)`` and targets ``(N, 1)``."""
     precision = x.mT @ x / NOISE**2 + torch.eye(x.shape[1])
     marginal = x @ x.mT + NOISE**2 * torch.eye(len(x))
     evidence = MultivariateNormal(torch.zeros(len(x)), marginal).log_prob(y.squeeze(-1))
@@ -28,7 +27,6 @@ def exact(x, y):
 
 
 def full_guide(model, mean, covariance):
-    """Return a guide with this normal posterior."""
     guide = ps.FullCovarianceGuide(model)
     posterior = guide[SITE]
     log_diagonal, lower = factor_parameters(torch.linalg.cholesky(covariance))

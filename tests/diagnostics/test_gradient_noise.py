@@ -1,18 +1,19 @@
-"""Signal-to-noise ratios of gradients, against those of one weight in closed form."""
+"""Signal-to-noise ratios of gradients, spectra of scales, and coverage of intervals."""
 
 import math
 
 import pyro
 import pytest
 import torch
-from scipy.stats import ncf
+from scipy.stats import binom, ncf, norm
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.diagnostics import gradient_snr
+from pyro_structvi.diagnostics import compress_scales, expected_coverage, gradient_snr, spectra
 from pyro_structvi.diagnostics.gradient_noise import _moments, _summary
 from tests.diagnostics.conjugate import NOISE, SITE, make_model
 from tests.models import make_regressor, regression_data
+from tests.predictions import normal_prediction
 
 FALSE_ALARM = 1e-6
 LOC, SCALE = 0.8, 0.3
@@ -20,7 +21,6 @@ KEYS = f"posteriors.{SITE.replace('.', '/')}.loc", f"posteriors.{SITE.replace('.
 
 
 def one_weight(local_reparam):
-    """Return a model of one weight, its guide and data."""
     x = torch.tensor([[0.5], [-1.0], [0.2]])
     model = make_model(len(x), 1)
     guide = ps.MeanFieldGuide(model, init_scale=SCALE, local_reparam=local_reparam)
@@ -102,21 +102,14 @@ def test_moments_and_ratios_by_their_definitions():
     assert noise.median_snr == pytest.approx(float(ratio.median()), rel=1e-12)
     second = (draws.square().mean(0) / draws.var(0)).mean()
     assert noise.second_moment_ratio == pytest.approx(float(second), rel=1e-12)
-    assert noise.second_moment_ratio == pytest.approx(noise.snr + 6 / 7, rel=1e-12)
-
-
-def test_elements_without_a_gradient_are_left_out():
     signal, variance = torch.tensor([0.0, 4.0, 9.0]), torch.tensor([0.0, 2.0, 1.0])
-    assert _summary(signal, variance, 0.5).snr == (2 + 9) / 2
+    assert _summary(signal, variance, 0.5).snr == (2 + 9) / 2, "without a gradient: left out"
     assert math.isinf(_summary(signal, torch.zeros(3), 0.5).snr)
     nothing = _summary(torch.zeros(2), torch.zeros(2), 0.5)
-    assert math.isnan(nothing.snr)
-    assert math.isnan(nothing.median_snr)
+    assert math.isnan(nothing.snr + nothing.median_snr)
 
 
 class Drawn(nn.Module):
-    """Counts its calls in a buffer."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -157,3 +150,122 @@ def test_parameters_that_are_not_trained_are_left_out():
         each.requires_grad_(False)
     with pytest.raises(ValueError, match="`guide` must have parameters to train, but has none"):
         gradient_snr(model, guide, *data, num_samples=2)
+
+
+# ---- spectra -------------------------------------------------------------------------------------
+
+
+def convolution_model():
+    net = nn.Sequential(nn.Conv2d(2, 6, 3), nn.Flatten(), nn.Linear(24, 5))
+    return ps.Classifier(ps.bayesianize(net, prior=1.0), 5)
+
+
+def spread(guide):
+    with torch.no_grad():
+        for value in guide.parameters():
+            value.add_(0.5 * torch.randn_like(value))
+    return guide
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_k_tied_scales_have_rank_k(rank):
+    guide = spread(ps.KTiedGuide(convolution_model(), rank=rank))
+    found = spectra(guide)
+    assert [*found] == ["net.0.weight", "net.2.weight"]
+    for spectrum in found.values():
+        assert spectrum.scale[rank - 1] > 1e-3 * spectrum.scale[0]
+        assert spectrum.scale[rank:].max() < 1e-12 * spectrum.scale[0]
+        assert float(spectrum.scale_share[:rank].sum()) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_singular_values_and_shares_by_eigenvalues():
+    """Filters in the layout of the paper, (h, w, in, out), flattened to (h w in, out)."""
+    guide = spread(ps.MeanFieldGuide(convolution_model()))
+    spectrum, q = spectra(guide)["net.0.weight"], guide["net.0.weight"]()
+    for values, shares, tensor in (
+        (spectrum.mean, spectrum.mean_share, q.mean),
+        (spectrum.scale, spectrum.scale_share, q.stddev),
+    ):
+        matrix = tensor.detach().permute(2, 3, 1, 0).reshape(-1, 6)
+        eigenvalues = torch.linalg.eigvalsh(matrix.mT @ matrix).flip(0)
+        torch.testing.assert_close(values.square(), eigenvalues, rtol=1e-9, atol=1e-12)
+        expected = eigenvalues / matrix.square().sum()
+        torch.testing.assert_close(shares, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_joined_bias_is_no_column_of_its_weight_and_points_have_no_scales():
+    guide = spread(ps.RowwiseGuide(make_regressor(), join_bias=True))
+    spectrum, q = spectra(guide)["net.0.weight"], guide["net.0.weight"]()
+    scale = torch.linalg.svdvals(q.stddev.detach()[:, :-1])
+    torch.testing.assert_close(spectrum.scale, scale, rtol=1e-9, atol=0)
+    points = spectra(ps.MAPGuide(make_regressor()))["net.0.weight"]
+    assert points.scale.max() == points.scale_share.max() == 0
+
+
+def test_a_guide_without_a_matrix_is_refused():
+    def model():
+        import pyro
+        import pyro.distributions as dist
+
+        pyro.sample("vector", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize()
+    with pytest.raises(ValueError, match=r"`guide` must have a weight with .* shapes \[\(4,\)\]"):
+        spectra(guide)
+
+
+def test_compressed_scales_have_the_rank_and_are_near_the_best():
+    """The best approximation that may be negative leaves the other squared singular values."""
+    model, data = make_regressor(), regression_data()
+    guide = ps.MeanFieldGuide(model, init_scale=0.1)
+    ps.fit(model, guide, data, num_steps=100, lr=0.05, progress=False)
+    before, name = spectra(guide)["net.0.weight"], "net.0.weight"
+    for rank in (1, 2):
+        compressed = compress_scales(guide, rank)
+        assert spectra(compressed)[name].scale[rank:].max() < 1e-12
+        assert torch.equal(compressed[name]().mean, guide[name]().mean)
+        error = (compressed[name]().stddev - guide[name]().stddev).square().sum().detach()
+        best = before.scale[rank:].square().sum()
+        if rank == 1:
+            torch.testing.assert_close(error, best, rtol=1e-9, atol=1e-12)
+        assert best * (1 - 1e-9) <= error <= 1.5 * best + 1e-12
+
+
+# ---- coverage ------------------------------------------------------------------------------------
+
+
+def test_counts_with_bounds_included_and_the_error_is_that_of_the_examples():
+    prediction = normal_prediction(torch.tensor([0.0, 1.0, 2.0, 3.0]), 1.0)
+    half = norm.ppf(0.75)
+    y = torch.tensor([0.0 + half, 1.0 + 1.01 * half, 2.0, 30.0])
+    found = expected_coverage(prediction, y, levels=[0.5])[0.5]
+    assert (found.observed, found.standard_error) == (0.5, pytest.approx(math.sqrt(0.25 / 4)))
+    y = torch.tensor([[0.0, 9.0], [0.0, 0.0], [9.0, 9.0]])  # several targets count each
+    found = expected_coverage(normal_prediction(torch.zeros(3, 2), 1.0), y, [0.8])[0.8]
+    assert (found.observed, found.standard_error) == (0.5, pytest.approx(math.sqrt(0.16 / 3)))
+
+
+def test_the_right_intervals_are_covered_at_every_level():
+    """The count is binomial; P = 1e-6 for each of four levels."""
+    mean, size = torch.randn(2000), 2000
+    found = expected_coverage(normal_prediction(mean, 0.7), mean + 0.7 * torch.randn(size))
+    assert [*found] == [0.5, 0.8, 0.9, 0.95]
+    for level, coverage in found.items():
+        low, high = binom.ppf([5e-7, 1 - 5e-7], size, level) / size
+        assert low <= coverage.observed <= high
+        assert coverage.standard_error == pytest.approx(binom.std(size, level) / size)
+
+
+REFUSED = (
+    ({"y": torch.zeros(4)}, ValueError, r"`y` must have shape .* = \(3,\), but got \(4,\)"),
+    ({"y": torch.tensor([0.0, torch.nan, 1.0])}, ValueError, "`y` must be finite everywhere"),
+    ({"levels": []}, ValueError, "`levels` must hold at least one level"),
+)
+
+
+def test_other_arguments_are_refused():
+    valid = {"prediction": normal_prediction(torch.zeros(3), 1.0), "y": torch.zeros(3)}
+    for arguments, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            expected_coverage(**valid | arguments)

@@ -85,51 +85,24 @@ def test_the_average_log_weight_is_the_elbo_of_every_guide(name):
     assert diagnosis.elbo == pytest.approx(float(weights.mean()), rel=1e-12)
 
 
-@pytest.mark.slow
-def test_shared_inducing_weights_are_weighed_together_with_the_weights():
-    """Then the average log weight is the bound; P = 1e-6 by the standard deviation of both, about 10."""
-    model, data = make_regressor(), regression_data()
-    guide = ps.InducingWeightGuide(
-        model, (2, 2), inducing_posterior="full", shared=True, init_scale=0.05
-    )
-    elbo = ps.StructuredELBO()
-    with torch.no_grad():
-        bounds = torch.stack([elbo.terms(model, guide, *data).elbo for _ in range(100)])
-    found = pareto_k(model, guide, *data, num_samples=200)
-    error = bounds.std() * (1 / 100 + 4 / 200) ** 0.5  # weights vary more than bounds do
-    assert found.elbo == pytest.approx(float(bounds.mean()), abs=5 * float(error))
-
-
 def refused(*_, **options):
     raise RuntimeError("no batching rule")
 
 
-def test_what_torch_cannot_vectorize_runs_draw_by_draw(monkeypatch):
-    """Draws differ, so bounds of the two ways agree as independent estimates; P = 1e-6."""
-    model, data, known = conjugate()
-    guide = full_guide(model, known.mean, 2 * known.covariance)
-    monkeypatch.setattr(torch.func, "vmap", refused)
-    diagnosis = pareto_k(model, guide, *data, num_samples=300)
-    expected = float(known.log_evidence) - 1.5 * (1 - math.log(2))
-    assert abs(diagnosis.elbo - expected) < 4.9 * math.sqrt(2 * 3 / 4 / 300)
-
-
-def test_a_small_memory_takes_more_passes(monkeypatch):
+def test_a_small_memory_takes_more_passes_and_other_functions_run_draw_by_draw(monkeypatch):
     model, data, known = conjugate()
     guide = full_guide(model, known.mean, known.covariance)
     sizes, own = [], importance.in_one_pass
-
-    def recorded(function, values):
-        sizes.append(len(values))
-        return own(function, values)
-
-    monkeypatch.setattr(importance, "in_one_pass", recorded)
     monkeypatch.setattr(
-        importance, "MAX_BYTES", 7 * 8 * 23
-    )  # 3 weights; 10 outputs of net and model
-    diagnosis = pareto_k(model, guide, *data, num_samples=100)
+        importance, "in_one_pass", lambda run, values: sizes.append(len(values)) or own(run, values)
+    )
+    # For each draw 3 weights, and 10 outputs of net and model.
+    monkeypatch.setattr(importance, "MAX_BYTES", 7 * 8 * 23)
+    evidence = pytest.approx(float(known.log_evidence), abs=1e-9)
+    assert pareto_k(model, guide, *data, num_samples=100).elbo == evidence
     assert sizes == [*[7] * 14, 1]
-    assert diagnosis.elbo == pytest.approx(float(known.log_evidence), abs=1e-9)
+    monkeypatch.setattr(torch.func, "vmap", refused)
+    assert pareto_k(model, guide, *data, num_samples=100).elbo == evidence
 
 
 def normal(value, loc, scale):
@@ -168,25 +141,23 @@ def test_the_weight_of_a_draw_by_densities_written_out(function, density, shape)
 
 
 def test_guides_without_a_density_are_refused():
+    """Also those that are points in part."""
     model, data = make_regressor(), regression_data()
     with pytest.raises(ValueError, match="but is a mixture"):
         pareto_k(model, ps.EnsembleGuide(model), *data)
-    for make in (ps.MAPGuide, ps.MCDropoutGuide):
-        message = r"`guide` must have a density .* 'net.0.weight', \w+\("
-        with pytest.raises(ValueError, match=message):
-            pareto_k(model, make(model), *data)
-
-
-def test_guides_that_are_points_in_part_are_refused():
-    model, data = make_regressor(), regression_data()
     pruned = ps.MeanFieldGuide(model)
     ps.pruning.prune_mean_field(pruned, 0.5)
-    inducing = ps.InducingWeightGuide(model, (2, 2), inducing_posterior="ensemble")
-    part = ps.SubnetworkGuide(
-        model, {"net.0.weight": torch.ones(5, 3, dtype=torch.bool)}, center=ps.MAPGuide(model)
-    )
-    for guide in (pruned, inducing, part):
-        with pytest.raises(ValueError, match="`guide` must have a density"):
+    chosen = {"net.0.weight": torch.ones(5, 3, dtype=torch.bool)}
+    for guide in (
+        ps.MAPGuide(model),
+        ps.MCDropoutGuide(model),
+        pruned,
+        ps.InducingWeightGuide(model, (2, 2), inducing_posterior="ensemble"),
+        ps.SubnetworkGuide(model, chosen, center=ps.MAPGuide(model)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"`guide` must have a density .* 'net.0.weight', \w+\("
+        ):
             pareto_k(model, guide, *data)
 
 
@@ -196,16 +167,10 @@ def test_the_sites_must_be_those_of_the_model():
     with pytest.raises(ValueError, match=r"missing in it: \['net.0.weight'.*the model: \['net.wei"):
         pareto_k(make_regressor(), other, *data)
     model = make_regressor()
+    with pytest.raises(ValueError, match=r"`num_samples` must be at least 100, .* but got 99"):
+        pareto_k(model, ps.MeanFieldGuide(model), *data, num_samples=99)
     with pytest.raises(ValueError, match=r"missing in it: \['obs'\].*and the observations too"):
         pareto_k(model, ps.MeanFieldGuide(model), data[0])
-
-
-def test_a_tail_needs_draws():
-    model, data, known = conjugate()
-    guide = full_guide(model, known.mean, known.covariance / 4)
-    with pytest.raises(ValueError, match=r"`num_samples` must be at least 100, .* but got 99"):
-        pareto_k(model, guide, *data, num_samples=99)
-    assert math.isfinite(pareto_k(model, guide, *data, num_samples=100).k_hat)
 
 
 # ---- of given log weights --------------------------------------------------------------------------
@@ -224,11 +189,6 @@ def test_k_of_pareto_weights(k):
     )
 
 
-def test_a_nan_is_refused():
-    with pytest.raises(ValueError, match=r"`log p\(y, w\) - log q\(w\)` holds 1 NaN of 30"):
-        _diagnosis(torch.tensor([0.0] * 29 + [torch.nan]))
-
-
 def test_the_effective_sample_size_is_of_the_smoothed_weights():
     log_weights = 2 * torch.randn(500)
     smoothed, k_hat = pareto_smoothed(log_weights.numpy())
@@ -236,9 +196,25 @@ def test_the_effective_sample_size_is_of_the_smoothed_weights():
     assert diagnosis.k_hat == pytest.approx(float(k_hat))
     weights = np.exp(smoothed)
     assert diagnosis.effective_sample_size == pytest.approx(1 / np.square(weights).sum())
+    log_weights[7] = torch.nan
+    with pytest.raises(ValueError, match=r"`log p\(y, w\) - log q\(w\)` holds 1 NaN of 500"):
+        _diagnosis(log_weights)
 
 
 def test_without_arviz_an_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "arviz", None)
     with pytest.raises(ImportError, match=r"ArviZ is needed: `pip install"):
         _diagnosis(torch.randn(50))
+
+
+@pytest.mark.slow
+def test_shared_inducing_weights_are_weighed_together_with_the_weights():
+    """Then the average log weight is the bound; P = 1e-6 by the standard deviation of both, about 10."""
+    model, data = make_regressor(), regression_data()
+    options = {"inducing_posterior": "full", "shared": True, "init_scale": 0.05}
+    guide, elbo = ps.InducingWeightGuide(model, (2, 2), **options), ps.StructuredELBO()
+    with torch.no_grad():
+        bounds = torch.stack([elbo.terms(model, guide, *data).elbo for _ in range(100)])
+    found = pareto_k(model, guide, *data, num_samples=200)
+    error = bounds.std() * (1 / 100 + 4 / 200) ** 0.5  # weights vary more than bounds do
+    assert found.elbo == pytest.approx(float(bounds.mean()), abs=5 * float(error))

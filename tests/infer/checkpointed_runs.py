@@ -56,7 +56,6 @@ DATA = {
 
 
 def train(steps=STEPS, kind="tensors", seed=0, **options):
-    """Fit, and return all that the fit has changed."""
     pyro.set_rng_seed(seed)
     model = make_model()
     guide = ps.KTiedGuide(model)
@@ -82,7 +81,6 @@ def assert_same(found, expected):
 
 
 def until(stop):
-    """Return a schedule that raises before a step."""
     return lambda step: 1 / 0 if step == stop else CosineDecay(20, 0.05, 0.005)(step)
 
 

@@ -1,20 +1,22 @@
-"""What a fit says before its first step: of scales of data, of slow posteriors, of wrong arguments."""
+"""What a fit says before its first step: of data, of slow posteriors, of wrong arguments."""
 
-import math
 from collections import UserDict
-from threading import Thread
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer.data_warnings import (
     DataScaleWarning,
+    NumDataWarning,
     SlowFamilyWarning,
-    _PriorPredictive,
     warn_of_first_batch,
 )
+from tests.models import linear_function
 
 
 def net_of(inputs=3, outputs=1):
@@ -36,18 +38,6 @@ def test_observations_far_outside_of_the_prior_predictive(noise):
     with pytest.warns(DataScaleWarning, match=r"observations 'obs' are \d+ .* Standardize them"):
         fit(regressor(**noise), x, 5000 + 1000 * x[:, :1])
     fit(regressor(**noise), x, 3 + 2 * x[:, :1])  # warnings are errors
-
-
-def test_nets_of_other_threads_are_not_looked_at():
-    """Torch calls a hook of all modules in every thread."""
-    seen, layer = _PriorPredictive(), net_of()[0]
-    given = layer, (torch.full((4, 3), 2.0, requires_grad=True),)
-    other = Thread(target=seen.note_input, args=given)
-    other.start()
-    other.join()
-    assert seen.inputs == []
-    seen.note_input(*given)
-    assert seen.inputs == [2.0]
 
 
 def test_inputs_of_a_large_scale():
@@ -93,24 +83,19 @@ def test_a_family_whose_step_takes_hundreds_of_times_its_layers():
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def test_a_net_in_the_place_of_a_model():
+def test_a_net_or_another_model_in_the_place_of_the_model():
     net, x, y = net_of(), torch.randn(5, 3), torch.randn(5, 1)
     with pytest.raises(
         TypeError, match=r"take the 2 arguments .* wrap it, as in `Regressor\(net\)`"
     ):
         fit(net, x, y)
-    model = ps.Regressor(net, noise_scale=0.1)
-    with pytest.raises(
-        ValueError, match=r"`guide` must be made of `model`, a torch.nn.PyroSequential, but"
-    ):
-        fit(net, x, y, ps.MeanFieldGuide(model))
-
-
-def test_a_guide_of_another_model():
-    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    guide = ps.MeanFieldGuide(ps.Regressor(net, noise_scale=0.1))
+    message = r"`guide` must be made of `model`, a torch.nn.PyroSequential, but"
+    with pytest.raises(ValueError, match=message):
+        fit(net, x, y, guide)
     message = r"made of another module, a Regressor. Write `fit\(guide.model, guide, data\)`"
     with pytest.raises(ValueError, match=message):
-        fit(regressor(), x, y, ps.MeanFieldGuide(regressor()))
+        fit(regressor(), x, y, guide)
 
 
 class Encoding(UserDict):
@@ -152,30 +137,16 @@ def test_a_report_without_inputs():
         guide.initialize(torch.randn(5, 3))
 
 
-@pytest.mark.parametrize(
-    ("make", "y", "words"),
-    [
-        (lambda: ps.Classifier(net_of(outputs=3)), torch.tensor([0, 3, -1, 2]), "upper_bound=2"),
-        (
-            lambda: ps.BinaryClassifier(net_of()),
-            torch.tensor([[0.0], [2.0], [1.0], [3.0]]),
-            "Boolean",
-        ),
-    ],
-)
-def test_labels_out_of_range(make, y, words):
-    with pytest.raises(ValueError, match=rf"{words}.* 2 of 4 observations are not. Mend") as error:
-        fit(make(), torch.randn(4, 3), y)
-    assert "tensor(" not in str(error.value)
-
-
-def test_infinite_inputs_are_no_matter_of_the_rate():
-    x = torch.randn(5, 3)
-    x[2, 1] = math.inf
-    with pytest.raises(
-        FloatingPointError, match=r"data \['argument 0'\].*Drop or mend these examples"
+def test_labels_out_of_range():
+    binary = torch.tensor([[0.0], [2.0], [1.0], [3.0]])
+    for model, y, words in (
+        (ps.Classifier(net_of(outputs=3)), torch.tensor([0, 3, -1, 2]), "upper_bound=2"),
+        (ps.BinaryClassifier(net_of()), binary, "Boolean"),
     ):
-        fit(regressor(), x, torch.randn(5, 1))
+        message = rf"{words}.* 2 of 4 observations are not. Mend"
+        with pytest.raises(ValueError, match=message) as error:
+            fit(model, torch.randn(4, 3), y)
+        assert "tensor(" not in str(error.value)
 
 
 def test_a_rate_that_is_too_large_is_named():
@@ -197,3 +168,66 @@ def test_representations_are_short():
         "Prediction(mean: (50, 1), variance: (50, 1), function_variance: (50, 1)"
     )
     assert text.endswith("functions: (20, 50, 1); 20 draws)")
+
+
+# ---- numbers of examples, frozen parts -----------------------------------------------------------
+
+
+def scaled_function(x, y=None):
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+    with pyro.plate("data", 12, subsample=x):
+        mean = nn.functional.linear(x, weight)
+        pyro.sample("obs", dist.Normal(mean, 0.5).to_event(1), obs=y)
+
+
+DATA = torch.ones(12, 3, dtype=torch.float64), torch.ones(12, 2, dtype=torch.float64)
+FORMS = {
+    "tensors": (DATA, {"batch_size": 4}),
+    "loader": (DataLoader(TensorDataset(*DATA), 4), {}),
+    "batches": ([tuple(part[:4] for part in DATA)] * 3, {}),
+}
+
+
+@pytest.mark.parametrize(("data", "options"), FORMS.values(), ids=FORMS)
+def test_a_model_that_counts_a_batch_for_all_is_named(data, options):
+    guide = ps.MeanFieldGuide(linear_function)
+    with pytest.warns(NumDataWarning, match=r"\['obs'\] count a mini-batch.*has 3 mini-batches"):
+        ps.fit(linear_function, guide, data, num_steps=1, progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "options"),
+    [(linear_function, DATA, {}), *((scaled_function, *form) for form in FORMS.values())],
+    ids=["all at once", *FORMS],
+)
+def test_a_plate_that_knows_all_examples_is_fine(model, data, options):
+    ps.fit(model, ps.MeanFieldGuide(model), data, num_steps=1, progress=False, **options)
+
+
+class Backbone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        parts = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.backbone = nn.Sequential(*parts).requires_grad_(False)
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2))
+        self.modes = []
+
+    def forward(self, x):
+        self.modes.append([part.training for part in (*self.backbone, *self.head)])
+        return self.head(self.backbone(x))
+
+
+@pytest.mark.parametrize(("in_evaluation", "whole"), [(True, True), (True, False), (False, False)])
+def test_a_frozen_part_in_evaluation_mode_stays_so(in_evaluation, whole):
+    net = Backbone()
+    bayes_net = ps.bayesianize(net, normalization=False)
+    model = ps.Regressor(bayes_net, 12, 0.5)
+    if in_evaluation:
+        (model if whole else bayes_net.backbone).eval()
+    before = bayes_net.backbone[1].running_mean.clone()
+    modes = [part.training for part in model.modules()]
+    ps.fit(model, ps.MeanFieldGuide(model), DATA, num_steps=2, progress=False)
+    frozen = not in_evaluation
+    assert bayes_net.modes[-1] == [frozen, frozen, frozen, True, True]
+    assert torch.equal(bayes_net.backbone[1].running_mean, before) == in_evaluation
+    assert [part.training for part in model.modules()] == modes

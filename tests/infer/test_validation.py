@@ -1,7 +1,9 @@
 """Validation of fit: what is measured and when, what stops it, and what it changes."""
 
 import math
+import random
 
+import numpy as np
 import pyro
 import pytest
 import torch
@@ -10,16 +12,55 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.validation import NUM_DRAWS
-from tests.infer.validated_fits import (
-    Recorder,
-    assert_equal,
-    held_out,
-    make,
-    noisy_model,
-    numbers,
-    snapshot,
-)
-from tests.models import make_classifier, regression_data
+from tests.models import make_regressor, regression_data
+
+
+def make(size=24, guide=ps.MeanFieldGuide, model=None):
+    pyro.set_rng_seed(0)
+    model = make_regressor(size) if model is None else model()
+    return model, guide(model), regression_data(size)
+
+
+def held_out(size=9):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 3, generator=generator, dtype=torch.float64)
+    return x, x.sum(-1, keepdim=True)
+
+
+def snapshot(*modules):
+    return {
+        f"{number}.{name}": value.clone()
+        for number, module in enumerate(modules)
+        for name, value in module.state_dict().items()
+    }
+
+
+def numbers():
+    return [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+
+
+def assert_equal(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+class Recorder:
+    """A metric that returns given values and writes down the parameters at each call."""
+
+    def __init__(self, values, *modules):
+        self.values, self.modules, self.states = iter(values), modules, []
+
+    def __call__(self, prediction, y):
+        self.states.append(snapshot(*self.modules))
+        numbers()  # a metric may draw
+        return next(self.values)
+
+
+def noisy_model():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    return ps.Regressor(ps.bayesianize(net, prior=1.0, normalization=False), 24, 0.3)
+
 
 # ---- what is measured ----------------------------------------------------------------------------
 
@@ -34,31 +75,6 @@ def test_the_default_is_the_mean_log_predictive_density(batch_size):
     torch.default_generator.manual_seed(0)  # as the validation does
     expected = ps.predict(model, guide, x, num_samples=NUM_DRAWS, y=y).log_density.mean().item()
     assert history.validation[-1] == pytest.approx(expected, rel=1e-9)
-
-
-def test_it_is_the_density_by_hand():
-    """Of a point and Gaussian noise: the normal log density at the residuals."""
-    model, guide, data = make(guide=ps.MAPGuide)
-    history = ps.fit(
-        model, guide, data, num_steps=2, validation=ps.Validation(held_out()), progress=False
-    )
-    x, y = held_out()
-    with torch.no_grad():
-        mean = ps.predict(model, guide, x, num_samples=1).functions[0]
-    expected = torch.distributions.Normal(mean, 0.3).log_prob(y).sum(-1).mean().item()
-    assert history.validation[-1] == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_metric_of_the_users_own():
-    model, guide, (x, _) = make(12, model=make_classifier, guide=ps.MAPGuide)
-    y = torch.randint(4, (12,))
-    accuracy = lambda prediction, y: (prediction.mean.argmax(-1) == y).double().mean()  # noqa: E731
-    options = {"validation": ps.Validation((x, y), accuracy), "progress": False}
-    history = ps.fit(model, guide, (x, y), num_steps=101, lr=0.1, **options)
-    assert history.validation_steps == [0, 100, 101]
-    with torch.no_grad():
-        expected = accuracy(ps.predict(model, guide, x, num_samples=1), y)
-    assert history.validation[-1] == expected
 
 
 def test_each_member_of_an_ensemble_is_measured_once():
@@ -87,29 +103,22 @@ def test_several_inputs():
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"),
+    ("options", "every", "steps"),
     [
-        ({"num_steps": 101}, [0, 100, 101]),
-        ({"num_steps": 5, "every": 2}, [0, 2, 4, 5]),
-        ({"num_steps": 4, "every": 2}, [0, 2, 4]),
-        ({"num_steps": 1, "every": 50}, [0, 1]),
-        ({"num_epochs": 1, "batch_size": 1, "size": 110}, [0, 110]),
+        ({"num_steps": 101}, None, [0, 100, 101]),
+        ({"num_steps": 5}, 2, [0, 2, 4, 5]),
+        ({"num_steps": 4}, 2, [0, 2, 4]),
+        ({"num_steps": 1}, 50, [0, 1]),
+        ({"num_epochs": 1, "batch_size": 1}, None, [0, 110]),
     ],
 )
-def test_how_often(options, steps):
-    model, guide, data = make(options.pop("size", 24))
-    metric = lambda prediction, y: 0.0  # noqa: E731
-    history = ps.fit(
-        model,
-        guide,
-        data,
-        validation=ps.Validation(held_out(1), metric, options.pop("every", None)),
-        progress=False,
-        compiled=False,
-        **options,
-    )
+def test_how_often(options, every, steps):
+    model, guide, data = make(110 if "num_epochs" in options else 24)
+    validation = ps.Validation(held_out(1), lambda prediction, y: torch.tensor(0.5), every)
+    options |= {"progress": False, "compiled": False}
+    history = ps.fit(model, guide, data, validation=validation, **options)
     assert history.validation_steps == steps
-    assert len(history.validation) == len(steps)
+    assert history.validation == [0.5] * len(steps)
 
 
 # ---- what it changes -----------------------------------------------------------------------------
@@ -141,22 +150,16 @@ def test_it_changes_neither_the_training_nor_its_random_numbers_nor_modes():
     assert others == with_others
 
 
-def test_validation_data_are_run_in_mini_batches():
-    model, guide, data = make()
+def test_validation_data_are_run_in_mini_batches_in_evaluation_mode():
+    model, guide, data = make(model=noisy_model)
     sizes = []
     model.register_forward_pre_hook(
         lambda module, args: None if module.training else sizes.append(len(args[0]))
     )
-    options = {"validation": ps.Validation(held_out()), "batch_size": 5, "progress": False}
-    ps.fit(model, guide, data, num_steps=1, **options)
+    validation = ps.Validation(held_out(), lambda prediction, y: float(guide.training))
+    options = {"validation": validation, "batch_size": 5, "progress": False}
+    history = ps.fit(model, guide, data, num_steps=2, **options)
     assert {*sizes} == {5, 4}
-
-
-def test_model_and_guide_are_evaluated_in_evaluation_mode():
-    model, guide, data = make(model=noisy_model)
-    metric = lambda prediction, y: float(guide.training)  # noqa: E731
-    options = {"validation": ps.Validation(held_out(), metric)}
-    history = ps.fit(model, guide, data, num_steps=2, progress=False, **options)
     assert history.validation == [0.0, 0.0]
     assert guide.training
 
@@ -243,7 +246,7 @@ def fit_in_part(values, path, stop, patience=3, seed=0, **options):
 VALUES = [0.0, 1.0, 3.0, 2.0, 1.0, 2.5, 9.0, 8.0, 8.0, 8.0, 7.0]
 
 
-@pytest.mark.parametrize("stop", [1, 4, 5, 8, 9])
+@pytest.mark.parametrize("stop", [1, 4, 5, 9])
 def test_a_run_that_goes_on_knows_the_best(stop, tmp_path):
     expected, state, drawn = fit_in_part(VALUES, None, None)
     assert fit_in_part(VALUES, tmp_path / "run.pt", stop) is None
@@ -273,70 +276,45 @@ def test_patience_that_is_asked_for_later_begins_then(tmp_path):
     assert history.validation == [0.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0]
 
 
-def test_the_best_is_in_the_file(tmp_path):
-    _, state, _ = fit_in_part(VALUES, tmp_path / "run.pt", None)
-    best = torch.load(tmp_path / "run.pt")["validation"]["best"]
-    found = {f"1.{name}": value for name, value in best["guide"].items()}
-    assert_equal(found, {name: value for name, value in state.items() if name[0] == "1"})
-
-
 def test_another_metric_or_other_data_are_refused(tmp_path):
     path = tmp_path / "run.pt"
     fit_in_part(VALUES, path, None)
     model, guide, data = make(model=noisy_model)
     options = {"checkpoint": ps.Checkpoint(path, resume=True), "batch_size": 10, "num_steps": 20}
     options |= {"lr": CosineDecay(30, 0.05), "progress": False, "kl_weight": 1.0}
-    message = "`metric` of `validation` is 'mean_log_density' here, and 'Recorder' in"
-    with pytest.raises(ValueError, match=message):
-        ps.fit(model, guide, data, validation=ps.Validation(held_out()), **options)
-    measured = ps.Validation(held_out(8), Recorder([], guide))
-    message = "the number of examples in `validation` is 8 here, and 9 in"
-    with pytest.raises(ValueError, match=message):
-        ps.fit(model, guide, data, validation=measured, **options)
+    for own, message in (
+        ([held_out()], "`metric` of `validation` is 'mean_log_density' here, and 'Recorder' in"),
+        (
+            [held_out(8), Recorder([], guide)],
+            "the number of examples in `validation` is 8 here, and 9 in",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ps.fit(model, guide, data, validation=ps.Validation(*own), **options)
 
 
 # ---- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((held_out(), None, 0), ValueError, "`every` must be a whole number of at least 1"),
-        ((held_out(), None, 1, 0), ValueError, "`patience` must be a whole number of at least 1"),
-        ((held_out(), max, 1, 0.5), ValueError, "`patience` must be a whole number"),
-        ((held_out(), Recorder), TypeError, "`metric` must be a function"),
-        ((held_out()[0],), ValueError, r"`data` must be a tuple `\(x, y\)` of inputs"),
-        (
-            ((held_out()[0], held_out(8)[1]),),
-            ValueError,
-            r"must have one length for validation, but got \[9, 8\]",
-        ),
-        (((held_out()[0] * math.nan, held_out()[1]),), ValueError, "`data` holds 27 NaN"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, error, message):
-    with pytest.raises(error, match=message):
-        ps.Validation(*arguments)
+def test_wrong_data_are_named():
+    (x, y), (_, short) = held_out(), held_out(8)
+    for data, error, message in (
+        (x, ValueError, r"`data` must be a tuple `\(x, y\)` of inputs"),
+        ((x, short), ValueError, r"must have one length for validation, but got \[9, 8\]"),
+        ((x * math.nan, y), ValueError, "`data` holds 27 NaN"),
+    ):
+        with pytest.raises(error, match=message):
+            ps.Validation(data)
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
+def test_a_metric_that_is_no_number():
+    model, guide, data = make()
+    before = snapshot(guide)
+    for value, error, message in (
         ("good", TypeError, r"`metric\(prediction, y\)` must return a number"),
         (math.nan, ValueError, "returned NaN"),
-    ],
-)
-def test_a_metric_that_is_no_number(value, error, message):
-    model, guide, data = make()
-    measured = ps.Validation(held_out(), lambda prediction, y: value)
-    before = snapshot(guide)
-    with pytest.raises(error, match=message):
-        ps.fit(model, guide, data, num_steps=3, validation=measured, progress=False)
+    ):
+        measured = ps.Validation(held_out(), lambda prediction, y, value=value: value)
+        with pytest.raises(error, match=message):
+            ps.fit(model, guide, data, num_steps=3, validation=measured, progress=False)
     assert_equal(snapshot(guide), before)
-
-
-@pytest.mark.parametrize(("name", "value"), [("validation", held_out()), ("checkpoint", "run.pt")])
-def test_options_are_objects(name, value):
-    model, guide, data = make()
-    with pytest.raises(TypeError, match=f"`{name}` must be a {name.capitalize()}, but got"):
-        ps.fit(model, guide, data, num_steps=3, progress=False, **{name: value})

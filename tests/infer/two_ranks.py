@@ -62,7 +62,6 @@ def _run(rank, folder, function, args):
 
 
 def make_fit(guide=ps.KTiedGuide, size=24, **options):
-    """Return a model, a guide and data, the same wherever this is called."""
     pyro.set_rng_seed(0)
     model = make_regressor(size)
     return model, guide(model, **options), regression_data(size)

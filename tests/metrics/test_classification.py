@@ -1,12 +1,13 @@
-"""Scores of class probabilities, against their definitions and scikit-learn."""
+"""Scores of class probabilities, detection and selection, against definitions and scikit-learn."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, recall_score
 
-from pyro_structvi.metrics import classification_scores
+from pyro_structvi.metrics import classification_scores, detection_scores, risk_coverage
 
 
 def predicted(count=500, classes=4):
@@ -31,20 +32,17 @@ def top(probabilities, y):
     return confidence, (guess == y).double()
 
 
-def test_scores_of_right_classes_are_those_of_scikit_learn():
+def test_scores_are_those_of_scikit_learn():
     probabilities, y = predicted()
     scores = classification_scores(probabilities, y)
-    right = accuracy_score(y, probabilities.argmax(-1))
-    assert scores.accuracy == pytest.approx(right)
+    guess = probabilities.argmax(-1)
+    assert scores.accuracy == pytest.approx(accuracy_score(y, guess))
     assert scores.nll == pytest.approx(log_loss(y, probabilities), abs=1e-12)
     expected = brier_score_loss(y, probabilities.numpy(), scale_by_half=False, labels=range(4))
     assert scores.brier == pytest.approx(expected, abs=1e-12)
-
-
-def test_recall_of_each_class():
-    probabilities, y = predicted(40, 4)
+    assert classification_scores(probabilities.requires_grad_(), y.int()) == scores
     y[y == 2] = 1
-    scores, guess = classification_scores(probabilities, y), probabilities.argmax(-1)
+    scores = classification_scores(probabilities, y)
     expected = recall_score(y, guess, labels=range(4), average=None, zero_division=math.nan)
     assert scores.recall == pytest.approx(tuple(expected), nan_ok=True)
     assert math.isnan(scores.recall[2])
@@ -53,28 +51,16 @@ def test_recall_of_each_class():
 
 @pytest.mark.parametrize("num_bins", [1, 15])
 def test_calibration_error_by_its_definition(num_bins):
+    """In one bin of the ends: accuracy 1/2, confidence 0.975 or 0.6; in two (1 + 0.05) / 2 and 0.4."""
     probabilities, y = predicted()
     expected = error_by_definition(*top(probabilities, y), num_bins)
     scores = classification_scores(probabilities, y, num_bins)
     assert scores.calibration_error == pytest.approx(expected, abs=1e-6)
     assert (scores == classification_scores(probabilities, y)) == (num_bins == 15)
-
-
-@pytest.mark.parametrize(
-    ("confidences", "y", "num_bins", "expected"),
-    [
-        # In one bin: the accuracy is 1/2, the confidence 0.975. In two they would give (1 + 0.05) / 2.
-        ([1.0, 0.95], [1, 0], 10, 0.475),
-        # In one bin: the accuracy is 1/2, the confidence 0.6. In two they would give (0.5 + 0.3) / 2.
-        ([0.5, 0.7], [1, 0], 2, 0.1),
-    ],
-)
-def test_ends_of_bins_are_in_the_upper_bin_and_certainty_is_in_the_last(
-    confidences, y, num_bins, expected
-):
-    p = torch.tensor(confidences)
-    scores = classification_scores(torch.stack([p, 1 - p], -1), torch.tensor(y), num_bins)
-    assert scores.calibration_error == pytest.approx(expected, abs=1e-6)
+    for confidences, bins, error in (([1.0, 0.95], 10, 0.475), ([0.5, 0.7], 2, 0.1)):
+        p = torch.tensor(confidences)
+        scores = classification_scores(torch.stack([p, 1 - p], -1), torch.tensor([1, 0]), bins)
+        assert scores.calibration_error == pytest.approx(error, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -97,13 +83,8 @@ def test_other_rows_are_refused(dtype):
 
 
 def test_other_shapes_are_refused():
-    for wrong in (torch.ones(2), torch.ones(2, 1).long()):
-        with pytest.raises(ValueError, match="`probabilities` must hold real numbers"):
-            classification_scores(wrong, torch.zeros(2).long())
     with pytest.raises(ValueError, match=r"must have shape \(N, classes\), but have 3 dimensions"):
         classification_scores(torch.ones(5, 2, 1), torch.zeros(5).long())
-    with pytest.raises(ValueError, match="`probabilities` must hold at least one value"):
-        classification_scores(torch.ones(0, 2), torch.zeros(0).long())
     with pytest.raises(ValueError, match=r"`y` must have shape \(N,\) = \(3,\), but got \(2,\)"):
         classification_scores(torch.ones(3, 2) / 2, torch.zeros(2, dtype=torch.long))
 
@@ -122,7 +103,74 @@ def test_rounding_beyond_one_changes_nothing():
     assert classification_scores(probabilities[:1], torch.tensor([0])).brier == 0
 
 
-def test_classes_may_be_of_32_bits_and_probabilities_with_a_gradient():
-    probabilities, y = predicted()
-    expected = classification_scores(probabilities, y)
-    assert classification_scores(probabilities.requires_grad_(), y.int()) == expected
+# ---- detection -----------------------------------------------------------------------------------
+
+
+def average_precision(found, others):
+    """Return the sum over thresholds of precision times the gain of recall, from the highest on."""
+    before, total = 0.0, 0.0
+    for threshold in sorted({*found, *others}, reverse=True):
+        hits = sum(value >= threshold for value in found)
+        alarms = sum(value >= threshold for value in others)
+        recall = hits / len(found)
+        total += (recall - before) * hits / (hits + alarms)
+        before = recall
+    return total
+
+
+@pytest.mark.parametrize("digits", [1, 8])
+def test_scores_by_their_definitions(digits):
+    inside, outside = torch.randn(70).round(decimals=digits), torch.randn(53).round(decimals=digits)
+    outside = outside + 1
+    scores = detection_scores(inside, outside)
+    pairs = outside.unsqueeze(-1) - inside
+    auroc = (pairs > 0).double().mean() + (pairs == 0).double().mean() / 2
+    assert scores.auroc == pytest.approx(auroc.item(), abs=1e-6)
+    near, far = inside.tolist(), outside.tolist()
+    assert scores.aupr == pytest.approx(average_precision(far, near), abs=1e-6)
+    flipped = average_precision([-value for value in near], [-value for value in far])
+    assert scores.aupr_inside == pytest.approx(flipped, abs=1e-6)
+    thresholds = [t for t in [*near, *far] if sum(value >= t for value in far) >= 0.95 * len(far)]
+    alarms = min(sum(value >= t for value in near) / len(near) for t in thresholds)
+    assert scores.fpr_at_95 == pytest.approx(alarms, abs=1e-6)
+
+
+def test_perfect_and_useless_scores():
+    low, high = torch.rand(40), 2 + torch.rand(20)
+    perfect = detection_scores(low, high)
+    assert (perfect.auroc, perfect.fpr_at_95) == (1, 0)
+    assert (perfect.aupr, perfect.aupr_inside) == (pytest.approx(1), pytest.approx(1))
+    constant = detection_scores(torch.zeros(40), torch.zeros(20))
+    assert (constant.auroc, constant.aupr, constant.fpr_at_95) == (0.5, pytest.approx(1 / 3), 1)
+    assert constant.aupr_inside == pytest.approx(2 / 3)
+
+
+# ---- selection -----------------------------------------------------------------------------------
+
+
+def curve_in_order(losses):
+    """Return risks one after the other, and their average."""
+    risks = [sum(losses[:count]) / count for count in range(1, len(losses) + 1)]
+    return risks, sum(risks) / len(risks)
+
+
+def test_the_curve_by_its_definition():
+    uncertainty, loss = torch.randn(60), torch.rand(60)
+    found = risk_coverage(uncertainty, loss)
+    order = sorted(range(60), key=lambda index: uncertainty[index].item())
+    risks, area = curve_in_order([loss[index].item() for index in order])
+    torch.testing.assert_close(found.risk, torch.tensor(risks), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.coverage, torch.arange(1, 61) / 60)
+    assert found.area == pytest.approx(area, abs=1e-12)
+    _, best = curve_in_order(sorted(loss.tolist()))
+    assert found.excess_area == pytest.approx(area - best, abs=1e-12)
+
+
+def test_ties_count_with_the_average_over_their_orders():
+    uncertainty = torch.tensor([0.5, 0.1, 0.5, 0.5, 0.9])
+    loss = torch.tensor([1.0, 0.0, 0.2, 0.0, 0.7])
+    orders = [[0.0, *middle, 0.7] for middle in permutations([1.0, 0.2, 0.0])]
+    area = sum(curve_in_order(order)[1] for order in orders) / len(orders)
+    for order in (torch.arange(5), torch.tensor([4, 3, 2, 1, 0]), torch.randperm(5)):
+        found = risk_coverage(uncertainty[order], loss[order])
+        assert found.area == pytest.approx(area, abs=1e-12)

@@ -1,14 +1,24 @@
-"""Scores of predicted numbers, against closed forms for normals and the definition."""
+"""Scores of predicted numbers, distances of posteriors, and conformal prediction."""
 
+import math
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import wasserstein_distance
 from sklearn.metrics import root_mean_squared_error
 from torch.distributions import Normal
 
-from pyro_structvi.metrics import regression_scores
+from pyro_structvi.metrics import (
+    agreement,
+    conformal_interval,
+    conformal_sets,
+    predictive_distance,
+    regression_scores,
+    total_variation,
+    wasserstein,
+)
 from tests.predictions import normal_prediction
 
 
@@ -67,21 +77,13 @@ def test_all_scores_of_normals():
     inside = ((y - mean).abs() <= reach * scale).double().mean().item()
     assert scores.coverage == pytest.approx(inside, abs=1e-12)
     assert scores.width == pytest.approx(2 * reach * scale.mean().item(), abs=1e-12)
-    # A score has a deviation below 1 over 200 draws, and 300 are averaged: 6 standard errors.
+    # A score has a deviation below 1 over 200 draws, and 300 are averaged: 6 standard errors. Of a
+    # single draw there are 100 observations.
     expected = crps_of_a_normal(mean, scale, y).mean().item()
     assert scores.crps == pytest.approx(expected, abs=6 / (200 * 300) ** 0.5)
-    wider = regression_scores(prediction, y)
-    assert wider.width == pytest.approx(2 * 1.959963984540054 * scale.mean().item(), abs=1e-12)
-
-
-def test_a_single_draw_gives_100_observations():
-    mean, scale = torch.zeros(5000), torch.ones(5000)
-    y = torch.randn(5000)
-    prediction = normal_prediction(mean, scale, y)
-    scores = regression_scores(prediction, y)
-    # As above, with 100 observations for each of 5000 targets.
-    expected = crps_of_a_normal(mean, scale, y).mean().item()
-    assert scores.crps == pytest.approx(expected, abs=6 / (100 * 5000) ** 0.5)
+    single = regression_scores(normal_prediction(mean, scale, y), y)
+    assert single.crps == pytest.approx(expected, abs=6 / (100 * 300) ** 0.5)
+    assert single.width == pytest.approx(2 * 1.959963984540054 * scale.mean().item(), abs=1e-12)
 
 
 def test_what_a_prediction_must_have():
@@ -89,13 +91,120 @@ def test_what_a_prediction_must_have():
     prediction = normal_prediction(torch.zeros(4, 1), 1.0, y)
     with pytest.raises(ValueError, match=r"`prediction` must have a log density.*y=y\)"):
         regression_scores(replace(prediction, log_density=None), y)
-    with pytest.raises(
-        TypeError, match=r"`prediction` must be a Prediction, but got a torch\.Tensor"
-    ):
-        regression_scores(y, y)
-    with pytest.raises(
-        ValueError, match=r"`y` must have shape that of `prediction.mean` = \(4, 1\)"
-    ):
-        regression_scores(prediction, y.squeeze(-1))
     with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1, but got 0"):
         regression_scores(prediction, y, level=0)
+
+
+# ---- distances -----------------------------------------------------------------------------------
+
+
+def by_scipy(ours, theirs):
+    ours, theirs = ours.flatten(1).T.numpy(), theirs.flatten(1).T.numpy()
+    each = [wasserstein_distance(a, b) for a, b in zip(ours, theirs, strict=True)]
+    return sum(each) / len(each)
+
+
+@pytest.mark.parametrize("sizes", [(40, 40), (40, 27), (1, 30)])
+@pytest.mark.parametrize("digits", [0, 8])
+def test_wasserstein_is_that_of_scipy(sizes, digits):
+    ours, theirs = (torch.randn(size, 3, 2).round(decimals=digits) for size in sizes)
+    assert wasserstein(ours, theirs) == pytest.approx(by_scipy(ours, theirs), abs=1e-12)
+    assert wasserstein(theirs, ours) == pytest.approx(by_scipy(ours, theirs), abs=1e-12)
+    if min(sizes) > 1 and digits:
+        found = predictive_distance(ours, theirs).wasserstein
+        assert found == pytest.approx(wasserstein(ours, theirs), abs=1e-12)
+
+
+def test_distances_of_shifted_and_stretched_normals():
+    quantiles = (torch.arange(4000) + 0.5) / 4000
+    draws = torch.special.ndtri(quantiles).unsqueeze(-1).repeat(1, 2)
+    shifted = predictive_distance(draws + 0.7, draws)
+    assert shifted.mean_difference == pytest.approx(0.7)
+    assert shifted.scale_ratio == pytest.approx(1.0)
+    assert shifted.wasserstein == pytest.approx(0.7)
+    stretched = predictive_distance(3 * draws[::2], draws)
+    assert stretched.scale_ratio == pytest.approx(3.0, rel=2e-3)
+    # W1 of N(0, 3^2) and N(0, 1) is 2 E|Z|.
+    assert stretched.wasserstein == pytest.approx(2 * (2 / torch.pi) ** 0.5, rel=5e-3)
+
+
+def test_other_draws_are_refused():
+    with pytest.raises(ValueError, match="same inputs, but got 3 and 2 of them"):
+        predictive_distance(torch.zeros(5, 3), torch.zeros(5, 2))
+    with pytest.raises(ValueError, match="`reference` must hold at least 2 draws at each input"):
+        predictive_distance(torch.randn(5, 3), torch.randn(1, 3))
+
+
+def test_agreement_and_total_variation_by_loops():
+    ours, theirs = (torch.randn(50, 4).softmax(-1) for _ in range(2))
+    rows = [*zip(ours.tolist(), theirs.tolist(), strict=True)]
+    same = sum(p.index(max(p)) == q.index(max(q)) for p, q in rows) / 50
+    assert agreement(ours, theirs) == pytest.approx(same, abs=1e-12)
+    # The total variation is the largest difference that any set of classes has.
+    largest = [sum(max(a - b, 0) for a, b in zip(p, q, strict=True)) for p, q in rows]
+    assert total_variation(ours, theirs) == pytest.approx(sum(largest) / 50, abs=1e-12)
+
+
+REPEATS, NEW = 500, 40
+
+
+def assert_covered(found, rank, size):
+    """Given the data, the coverage is Beta(k, n + 1 - k): its mean k / (n + 1) within 5 deviations.
+
+    A false alarm has a probability of 6e-7.
+    """
+    mean = rank / (size + 1)
+    of_data = mean * (1 - mean) / (size + 2)
+    deviation = math.sqrt((of_data + mean * (1 - mean) / NEW) / REPEATS)
+    assert abs(found - mean) < 5 * deviation
+
+
+@pytest.mark.parametrize(("size", "level", "rank"), [(9, 0.8, 8), (19, 0.5, 10), (30, 0.9, 28)])
+def test_intervals_of_a_wrong_model_have_the_coverage_of_the_theorem(size, level, rank):
+    """The model has a bias, and a fifth of the standard deviation; each element is a repetition."""
+    y, calibration_y = torch.randn(NEW, REPEATS), torch.randn(size, REPEATS)
+    parts = [normal_prediction(torch.full(each.shape, 0.7), 0.2) for each in (y, calibration_y)]
+    low, high = conformal_interval(*parts, calibration_y, level)
+    assert_covered(((low <= y) & (y <= high)).double().mean().item(), rank, size)
+
+
+@pytest.mark.parametrize(("size", "level", "rank"), [(9, 0.8, 8), (30, 0.9, 28)])
+def test_sets_of_a_wrong_model_have_the_coverage_of_the_theorem(size, level, rank):
+    """Classes of three are drawn without regard to the probabilities, which have no ties."""
+    inside = 0.0
+    for _ in range(REPEATS):
+        probabilities = torch.randn(NEW + size, 3).softmax(-1)
+        y = torch.randint(3, (NEW + size,))
+        sets = conformal_sets(probabilities[:NEW], probabilities[NEW:], y[NEW:], level)
+        inside += sets[torch.arange(NEW), y[:NEW]].double().mean().item() / REPEATS
+    assert_covered(inside, rank, size)
+
+
+def test_each_element_of_a_target_has_its_own_shift():
+    calibration = normal_prediction(torch.zeros(4, 2), 1.0)
+    y = torch.tensor([[0.0, 5.0], [0.1, -6.0], [0.2, 7.0], [0.3, 8.0]])
+    prediction = normal_prediction(torch.ones(3, 2), 1.0)
+    low, high = conformal_interval(prediction, calibration, y, 0.5)
+    own_low, own_high = prediction.interval(0.5)
+    half = (own_high - own_low)[0, 0] / 2
+    shift = torch.stack([0.2 - half, 7.0 - half])  # the third of four, by k = 3
+    torch.testing.assert_close(own_low - low, shift.expand(3, 2), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(high - own_high, shift.expand(3, 2), rtol=1e-6, atol=1e-6)
+
+
+def test_few_examples_give_everything():
+    parts = [normal_prediction(torch.zeros(n), 1.0) for n in (3, 8)]
+    low, high = conformal_interval(*parts, torch.randn(8), 0.9)
+    assert torch.equal(high, torch.full((3,), math.inf))
+    assert torch.equal(low, -high)
+    some = torch.full((8, 2), 0.5)
+    assert conformal_sets(some[:3], some, torch.zeros(8, dtype=torch.long), 0.9).all()
+
+
+def test_targets_and_classes_must_fit():
+    parts = [normal_prediction(torch.zeros(n), 1.0) for n in (3, 8)]
+    with pytest.raises(ValueError, match="`y` must have shape"):
+        conformal_interval(*parts, torch.randn(7))
+    some = torch.full((8, 2), 0.5)
+    with pytest.raises(ValueError, match="`probabilities` must have shape"):
+        conformal_sets(torch.full((4, 4), 0.25), some, torch.zeros(8, dtype=torch.long))

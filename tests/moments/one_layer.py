@@ -17,7 +17,6 @@ def linear(size=2, inputs=3):
 
 
 def spread_out(guide, *args):
-    """Move every parameter of a guide away from its start, in particular scales."""
     guide(*args)
     for parameter in guide.parameters():
         with torch.no_grad():

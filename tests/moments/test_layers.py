@@ -1,13 +1,17 @@
-"""Pooling by maxima, normalization, dropout, softmax and attention."""
+"""Pooling by maxima, normalization, dropout, softmax, attention and recurrent layers."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import pyro_structvi as ps
 from pyro_structvi.moments import RandomTensor, Settings
 from pyro_structvi.moments.layers import maximum_of_two
-from tests.moments.signs import random_input
+from pyro_structvi.posterior.one_pass import MomentsWarning
+from tests.moments.signs import assert_exact, part_of, random_input
+
+pytestmark = pytest.mark.filterwarnings(f"ignore::{MomentsWarning.__module__}.MomentsWarning")
 
 # ---- maxima --------------------------------------------------------------------------------------
 
@@ -39,24 +43,21 @@ def test_the_larger_of_two_is_clarks(scales):
 
 
 def test_the_larger_of_two_keeps_small_variances():
-    """Far from zero, where squares are 1e12 times the variance; by shifting both to zero."""
+    """Far from zero, where squares are 1e12 times the variance, and of two known numbers."""
     for distance in (0.0, 0.5e-4, -2e-4):
         near = [(torch.tensor(distance), torch.tensor(1e-8)), (torch.zeros(()), torch.tensor(4e-8))]
         far = [(mean + 100.0, variance) for mean, variance in near]
         torch.testing.assert_close(
             maximum_of_two(*far)[1], maximum_of_two(*near)[1], rtol=1e-6, atol=0
         )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_larger_of_two_known_numbers_is_known(dtype):
-    values = ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
-    ma, mb, va, vb = (torch.tensor(v, dtype=dtype, requires_grad=True) for v in values)
-    loc, variance = maximum_of_two((ma, va), (mb, vb))
-    torch.testing.assert_close(loc, torch.maximum(ma, mb))
-    assert (variance < 1e-12).all()
-    for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
-        assert torch.isfinite(gradient).all()
+    for dtype in (torch.float32, torch.float64):
+        values = ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
+        ma, mb, va, vb = (torch.tensor(v, dtype=dtype, requires_grad=True) for v in values)
+        loc, variance = maximum_of_two((ma, va), (mb, vb))
+        torch.testing.assert_close(loc, torch.maximum(ma, mb))
+        assert (variance < 1e-12).all()
+        for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
+            assert torch.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize(("size", "bound"), [(2, 1e-7), (3, 0.02), (9, 0.1)])
@@ -67,13 +68,6 @@ def test_larger_windows_have_an_error_of_a_few_percent(size, bound):
     loc, variance = integrated_maximum(torch.zeros(size), torch.ones(size))
     assert (found.loc.squeeze() - loc).abs() < bound * variance.sqrt()
     assert (found.variance.squeeze().sqrt() - variance.sqrt()).abs() < bound * variance.sqrt()
-
-
-def test_padding_has_no_part_in_a_maximum():
-    x = RandomTensor(torch.zeros(1, 1, 2), torch.ones(1, 1, 2), Settings())
-    found = F.max_pool1d(x, 2, padding=1)
-    torch.testing.assert_close(found.loc, x.loc)
-    torch.testing.assert_close(found.variance, x.variance)
 
 
 POOLS = (
@@ -100,31 +94,20 @@ def test_windows_are_torchs():
 # ---- normalization -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"), [(nn.BatchNorm1d, (3, 4)), (nn.BatchNorm2d, (2, 4, 2, 3))]
-)
-def test_batch_norm_by_running_statistics_is_exact(make, shape):
-    norm = make(4).eval()
+def test_batch_norm_by_running_statistics_is_exact():
+    """Also with a random weight, a product of independent factors, and a random shift."""
+    norm, x = nn.BatchNorm2d(4).eval(), random_input(2, 4, 2, 3)
     for tensor in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
         tensor.copy_(torch.rand(4) + 0.5)
-    x = random_input(*shape)
-    found = norm(x)
-    slope = (norm.weight / (norm.running_var + norm.eps).sqrt()).reshape(
-        -1, *[1] * (len(shape) - 2)
-    )
+    found, slope = norm(x), norm.weight / (norm.running_var + norm.eps).sqrt()
     torch.testing.assert_close(found.loc, norm(x.loc))
-    torch.testing.assert_close(found.variance, slope.square() * x.variance)
-    plain = F.batch_norm(x, norm.running_mean, norm.running_var)
-    torch.testing.assert_close(plain.loc, F.batch_norm(x.loc, norm.running_mean, norm.running_var))
-
-
-def test_batch_norm_with_a_random_weight_is_exact():
-    """A product of independent factors, and a random shift."""
-    x, weight, bias = random_input(2, 3, 4), random_input(3), random_input(3)
-    mean, variance = torch.rand(3), torch.rand(3) + 0.5
-    found = F.batch_norm(x, mean, variance, weight, bias)
-    z = F.batch_norm(x, mean, variance)
-    m, v, b, c = (p.unsqueeze(-1) for p in (weight.loc, weight.variance, bias.loc, bias.variance))
+    torch.testing.assert_close(found.variance, slope.square().reshape(-1, 1, 1) * x.variance)
+    weight, bias = random_input(4), random_input(4)
+    found = F.batch_norm(x, norm.running_mean, norm.running_var, weight, bias)
+    z = F.batch_norm(x, norm.running_mean, norm.running_var)
+    torch.testing.assert_close(z.loc, F.batch_norm(x.loc, norm.running_mean, norm.running_var))
+    parts = weight.loc, weight.variance, bias.loc, bias.variance
+    m, v, b, c = (part.reshape(-1, 1, 1) for part in parts)
     torch.testing.assert_close(found.loc, m * z.loc + b)
     expected = m.square() * z.variance + v * z.loc.square() + v * z.variance + c
     torch.testing.assert_close(found.variance, expected)
@@ -223,13 +206,6 @@ def test_attention_is_the_composition_of_its_parts():
     assert_same(F.scaled_dot_product_attention(q, k, v, added), composed(q, k, v, causal))
 
 
-def test_attention_with_a_random_value_is_exact():
-    q, k, v = torch.randn(2, 5, 4), torch.randn(2, 5, 4), random_input(2, 5, 4)
-    found, weights = F.scaled_dot_product_attention(q, k, v), torch.softmax(q @ k.mT / 2, -1)
-    torch.testing.assert_close(found.loc, weights @ v.loc)
-    torch.testing.assert_close(found.variance, weights.square() @ v.variance)
-
-
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_multi_head_attention_is_the_composition_of_its_parts(need_weights):
     layer = nn.MultiheadAttention(6, 2, batch_first=True).eval()
@@ -247,3 +223,160 @@ def test_multi_head_attention_is_the_composition_of_its_parts(need_weights):
     found = layer(known, known, known, attn_mask=~mask)[0]
     torch.testing.assert_close(found.loc, layer(x.loc, x.loc, x.loc, attn_mask=~mask)[0])
     assert (found.variance < 1e-12).all()
+
+
+# ---- recurrent layers ----------------------------------------------------------------------------
+
+
+STEPS = 4
+RECURRENT = {
+    "RNN": {},
+    "RNN, relu": {"nonlinearity": "relu"},
+    "LSTM": {},
+    "GRU": {},
+    "LSTM, all options": {
+        "num_layers": 2,
+        "bidirectional": True,
+        "proj_size": 2,
+        "batch_first": True,
+    },
+    "GRU, all options": {"num_layers": 2, "bidirectional": True, "bias": False},
+}
+
+
+def recurrent(name):
+    kind = name.partition(",")[0]
+    return getattr(nn, kind)(3, 4, **RECURRENT[name])
+
+
+def known(value):
+    return RandomTensor(value, torch.zeros_like(value), Settings())
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_without_variance_outputs_and_states_are_torchs(name):
+    """All that a layer returns, of inputs in a batch and of one sequence."""
+    layer = recurrent(name)
+    ways = 1 + layer.bidirectional
+    shape = (layer.num_layers * ways, 2)
+    hx = torch.randn(*shape, layer.proj_size or 4)
+    hx = (hx, torch.randn(*shape, 4)) if isinstance(layer, nn.LSTM) else hx
+    x = torch.randn(2, STEPS, 3) if layer.batch_first else torch.randn(STEPS, 2, 3)
+    for states in ((), (hx,)):
+        torch.testing.assert_close(locs(layer(known(x), *states)), locs(layer(x, *states)))
+    one = x.select(0 if layer.batch_first else 1, 0)
+    torch.testing.assert_close(locs(layer(known(one))), locs(layer(one)))
+    cell = getattr(nn, f"{type(layer).__name__}Cell")(3, 4, bias="options" not in name)
+    torch.testing.assert_close(locs(cell(known(one))), locs(cell(one)))
+
+
+def locs(values):
+    if isinstance(values, tuple):
+        return tuple(locs(value) for value in values)
+    return values.loc if isinstance(values, RandomTensor) else values
+
+
+class ByHand(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, gates = kind, {"RNN": 1, "LSTM": 4, "GRU": 3}[kind]
+        self.inner, self.own = nn.Linear(3, 4 * gates), nn.Linear(4, 4 * gates)
+
+    def forward(self, x):
+        h = c = torch.zeros(len(x), 4)
+        for step in x.unbind(1):
+            a, b = self.inner(step), self.own(h)
+            if self.kind == "RNN":
+                h = torch.tanh(a + b)
+            elif self.kind == "LSTM":
+                i, f, g, o = (a + b).split(4, -1)
+                c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+                h = torch.sigmoid(o) * torch.tanh(c)
+            else:
+                (ar, az, an), (br, bz, bn) = a.split(4, -1), b.split(4, -1)
+                n = torch.tanh(an + torch.sigmoid(ar + br) * bn)
+                h = torch.lerp(n, h, torch.sigmoid(az + bz))
+        return h
+
+
+SITES = {
+    "layer.weight_ih_l0": "inner.weight",
+    "layer.weight_hh_l0": "own.weight",
+    "layer.bias_ih_l0": "inner.bias",
+    "layer.bias_hh_l0": "own.bias",
+}
+
+
+class Last(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = getattr(nn, kind)(3, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "join_bias"), [("RNN", False), ("LSTM", True), ("GRU", False), ("GRU", True)]
+)
+def test_a_layer_has_the_moments_of_its_equations(kind, join_bias):
+    """Also where a weight and its bias have a joint posterior."""
+    x, guides, found = torch.randn(2, STEPS, 3), [], []
+    for net in (Last(kind), ByHand(kind)):
+        model = ps.Regressor(ps.bayesianize(net, prior=1.0), 2, 0.1)
+        guides.append(ps.MatrixNormalGuide(model, join_bias=join_bias))
+        guides[-1].initialize(x, torch.zeros(2, 4))
+    for own, by_hand in SITES.items():
+        parts = (guide[f"net.{name}"] for guide, name in zip(guides, (own, by_hand), strict=True))
+        for value, other in zip(*(part.parameters() for part in parts), strict=True):
+            value.data = other.data = 0.3 * torch.randn_like(value)
+    for guide in guides:
+        prediction = ps.predict_moments(guide.model, guide, x)
+        found.append((prediction.mean, prediction.function_variance))
+    assert found[0][1].min() > 1e-3
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+def test_an_interpolation_of_independent_normals_is_exact():
+    """A polynomial of degree one in each argument."""
+    parts = [random_input(2) for _ in range(3)]
+    for known_ones in [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]:
+        given = [part.loc if k in known_ones else part for k, part in enumerate(parts)]
+        exact = [
+            (part.loc, torch.zeros(2, 2)) if k in known_ones else part_of(part)
+            for k, part in enumerate(parts)
+        ]
+        assert_exact(torch.lerp(*given), torch.lerp, *exact)
+
+
+def test_dropout_between_layers_is_that_of_a_dense_net():
+    """In training, between two layers and not after the last."""
+    layer, x = nn.RNN(3, 4, num_layers=2, dropout=0.5), torch.randn(STEPS, 2, 3)
+    parts = nn.RNN(3, 4), nn.RNN(4, 4)
+    for number, part in enumerate(parts):
+        own = {name: getattr(layer, f"{name[:-1]}{number}") for name, _ in part.named_parameters()}
+        part.load_state_dict(own)
+    expected, _ = parts[1](F.dropout(parts[0](known(x))[0], 0.5, True))
+    output, _ = layer(known(x))
+    torch.testing.assert_close(output.loc, expected.loc)
+    torch.testing.assert_close(output.variance, expected.variance)
+    assert expected.variance.min() > 0
+
+
+class Packed(Last):
+    def forward(self, x):
+        lengths = torch.full((len(x),), x.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.layer(packed)[1][0]
+
+
+@pytest.mark.filterwarnings("default")
+def test_uses_at_each_step_are_told_of_and_packed_sequences_refused():
+    x = torch.randn(2, STEPS, 3)
+    model = ps.Regressor(ps.bayesianize(Packed("LSTM"), prior=1.0), 2, 0.1)
+    message = r"A packed sequence has no moments.*net\.layer"
+    with pytest.raises(NotImplementedError, match=message):
+        ps.predict_moments(model, ps.MeanFieldGuide(model), x)
+    model = ps.Regressor(ps.bayesianize(Last("GRU"), prior=1.0), 2, 0.1)
+    with pytest.warns(MomentsWarning, match=r"net\.layer\.weight_hh_l0.*as recurrent layers do"):
+        ps.predict_moments(model, ps.MeanFieldGuide(model), x)

@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import pyro_structvi as ps
 from pyro_structvi.distributions import FullNormal, MatrixNormal, MeanFieldNormal, RowwiseNormal
 from pyro_structvi.moments import RandomTensor, Settings
 from pyro_structvi.moments import linear as linear_module
+from pyro_structvi.moments.integration import likelihood_at_nodes
 from pyro_structvi.moments.linear import RandomWeight
 from tests.distributions.cases import CASES
 from tests.moments.signs import assert_exact, part_of, random_input
@@ -51,21 +54,15 @@ def test_a_dense_layer_with_a_known_random_or_joint_bias(case):
         part = dense_part(case, q)
         assert_examples_exact(found, lambda x, w, b=known_bias: F.linear(x, w, b), x, part)
 
-        x = random_input(2, 2, full=full)
+        x, known = random_input(2, 2, full=full), torch.randn(1, 2)
         found = F.linear(x, *joint_parts(q, (2, 2), full))
         assert_examples_exact(found, lambda x, w: F.linear(x, w[:, :-1], w[:, -1]), x, part)
+        found = F.linear(known, *joint_parts(q, (2, 2), full=True))
+        assert_exact(found, lambda w, x=known: F.linear(x, w[:, :-1], w[:, -1]), part)
 
         q, (bias, bias_part) = case.make((), (2, 2), FLOAT64), independent(2)
         found = F.linear(x[:1], RandomWeight(q, settings), RandomWeight(bias, settings))
         assert_examples_exact(found, F.linear, x[:1], dense_part(case, q), bias_part)
-
-
-@CASE_NAMES
-def test_a_known_input_has_the_covariance_of_the_weight(case):
-    q, x = case.make((), (2, 3), FLOAT64), torch.randn(1, 2)
-    found = F.linear(x, *joint_parts(q, (2, 2), full=True))
-    assert found.covariance is not None
-    assert_exact(found, lambda w: F.linear(x, w[:, :-1], w[:, -1]), dense_part(case, q))
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["diagonal", "full"])
@@ -77,18 +74,6 @@ def test_a_known_layer_of_a_random_input_or_with_a_random_bias(full):
     (bias, bias_part), x = independent(2), torch.randn(1, 3)
     found = F.linear(x, weight, RandomWeight(bias, Settings(full)))
     assert_exact(found, lambda b: F.linear(x, weight, b), bias_part)
-
-
-def test_a_layer_with_a_random_bias_alone_has_views():
-    """Its variances are expanded, and its means are not."""
-    bias, _ = independent(2)
-    found = F.conv1d(torch.randn(3, 1, 4), torch.randn(2, 1, 2), RandomWeight(bias, Settings()))
-    expected = bias.variance.unsqueeze(-1).expand(3, 2, 3).flatten(1)
-    torch.testing.assert_close(found.view(3, 6).variance, expected)
-
-
-def _factors(*sizes):
-    return [torch.randn(size, size).tril(-1) + torch.eye(size) for size in sizes]
 
 
 # ---- weights in another order of their dimensions ------------------------------------------------
@@ -117,41 +102,28 @@ def test_calls_that_take_a_weight_in_another_order(case):
     assert_examples_exact(x @ weight, lambda x, w: x @ w[:, :-1], x, dense_part(case, q))
 
 
-def test_a_weight_in_two_orders():
-    q = MatrixNormal(torch.randn(3, 3), *_factors(3, 3))
-    x, weight = random_input(2, 3), RandomWeight(q, Settings())
-    for function in (F.linear, torch.matmul):
-        found, expected = function(x, weight), function(x, RandomWeight(q, Settings()))
-        torch.testing.assert_close(found.variance, expected.variance)
-
-
-def test_a_weight_in_another_order_with_its_joint_bias_is_refused():
-    weight, bias = joint_parts(FullNormal(torch.randn(2, 3), torch.eye(6)), (2, 2))
-    with pytest.raises(NotImplementedError, match="A weight and bias with a joint posterior meet"):
-        torch.addmm(bias, random_input(1, 2), weight)
-
-
 def test_a_stack_of_weights_has_independent_elements():
     (q, part), x = independent(2, 2, 2), random_input(2, 1, 2)
     found = torch.bmm(x, RandomWeight(q, Settings()))
     assert_exact(found, torch.bmm, part_of(x), part)
-    q = FullNormal(torch.randn(2, 2, 2), torch.eye(8))
-    message = "A stack of weights that are correlated has no moments"
-    with pytest.raises(NotImplementedError, match=message):
-        torch.bmm(x, RandomWeight(q, Settings()))
 
 
 def test_a_large_weight_in_another_order_is_refused(monkeypatch):
     monkeypatch.setattr(linear_module, "LARGEST", 5)
-    q = MatrixNormal(torch.randn(3, 2), *_factors(3, 2))
+    q = MatrixNormal(torch.randn(3, 2), torch.eye(3), torch.eye(2))
     found = random_input(1, 3) @ RandomWeight(q, Settings())  # the structure survives the order
     assert found.shape == (1, 2)
     q = RowwiseNormal(torch.randn(3, 2), torch.eye(2).expand(3, 2, 2))
-    message = (
-        "A RowwiseNormal of 6 elements meets a call that takes its dimensions in another order"
-    )
+    message = "A RowwiseNormal of 6 elements meets a call that takes its dimensions in another"
     with pytest.raises(NotImplementedError, match=message):
         torch.einsum("bi,io->bo", random_input(1, 3), RandomWeight(q, Settings()))
+    weight, bias = joint_parts(FullNormal(torch.randn(2, 3), torch.eye(6)), (2, 2))
+    with pytest.raises(NotImplementedError, match="A weight and bias with a joint posterior meet"):
+        torch.addmm(bias, random_input(1, 2), weight)
+    weights = RandomWeight(FullNormal(torch.randn(2, 2, 2), torch.eye(8)), Settings())
+    message = "A stack of weights that are correlated has no moments"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.bmm(random_input(2, 1, 2), weights)
 
 
 # ---- convolutions and look-ups -------------------------------------------------------------------
@@ -191,3 +163,83 @@ def test_rows_that_are_looked_up():
     loc, covariance = dense_part(case, q)
     torch.testing.assert_close(found.loc, loc[index])
     torch.testing.assert_close(found.variance, covariance.diagonal().reshape(4, 3)[index])
+
+
+SIZE = 5
+
+
+# ---- the covariance between outputs --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 7], ids=["few outputs", "more outputs than examples"])
+def test_the_covariance_that_is_formed_on_demand_is_the_one_that_is_kept(size):
+    """For a weight of independent elements, for which it is exact."""
+    q = MeanFieldNormal(torch.randn(size, 3), torch.rand(size, 3) + 0.2)
+    bias = FullNormal(torch.randn(size), torch.randn(size, size).tril(-1) + torch.eye(size))
+    loc, variance = torch.randn(2, 3), torch.rand(2, 3)
+
+    def outputs(settings):
+        x = RandomTensor(loc, variance, settings)
+        return F.linear(x, RandomWeight(q, settings), RandomWeight(bias, settings))
+
+    formed, kept = outputs(Settings()).form_covariance(), outputs(Settings(True)).covariance
+    torch.testing.assert_close(formed, kept)
+
+
+def test_pairs_at_nodes_have_their_covariance():
+    """Of a mean and the output for its noise."""
+    covariance = torch.tensor([[[1.0, -0.5], [-0.5, 2.0]]])
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    output = RandomTensor(torch.tensor([[0.3, 4.0]]), variance, Settings(True), covariance)
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2), 1.0), SIZE, noise="heteroscedastic")
+    at = likelihood_at_nodes(model, output, {})
+    base = at.likelihood.base_dist
+    pair = torch.cat([base.loc, base.scale.expm1().log()], -1).squeeze(1) - output.loc
+    found = pair.mT @ (at.weights.unsqueeze(-1) * pair)
+    torch.testing.assert_close(found, covariance[0], rtol=1e-6, atol=1e-8)
+
+
+def test_an_output_that_is_changed_in_place_loses_its_covariance():
+    """Terms of a sum are independent, and have no covariance in common."""
+    q = MatrixNormal(torch.randn(2, 3), torch.eye(2), torch.eye(3))
+    found = F.linear(torch.randn(SIZE, 3), RandomWeight(q, Settings()))
+    assert found.form_covariance is not None
+    found += torch.randn(SIZE, 2)
+    assert found.form_covariance is None
+
+
+def test_a_weight_that_is_changed_in_place_is_refused():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight.mul_(2.0))
+
+    model = ps.Regressor(ps.bayesianize(Scaled(3, 1, bias=False), prior=1.0), SIZE, 0.1)
+    moments = ps.moments.NetMoments(model, ps.MeanFieldGuide(model))
+    with pytest.raises(NotImplementedError, match="changed in place has no moments"):
+        moments(torch.randn(SIZE, 3))
+
+
+def test_more_logits_than_there_are_nodes_for_are_refused():
+    output = RandomTensor(torch.zeros(1, 30_000), torch.ones(1, 30_000), Settings())
+    model = ps.Classifier(ps.bayesianize(nn.Linear(3, 2), prior=1.0), SIZE)
+    with pytest.raises(NotImplementedError, match="up to 21,201 logits"):
+        likelihood_at_nodes(model, output, {})
+
+
+def test_a_weight_in_two_orders():
+    q = MatrixNormal(torch.randn(3, 3), torch.rand(3, 3).tril(), torch.rand(3, 3).tril())
+    x, weight = random_input(2, 3), RandomWeight(q, Settings())
+    for function in (F.linear, torch.matmul):
+        found, expected = function(x, weight), function(x, RandomWeight(q, Settings()))
+        torch.testing.assert_close(found.variance, expected.variance)
+
+
+def test_views():
+    """Expanded variances of a random bias; a view of the same shape is exported as no operation."""
+    bias, _ = independent(2)
+    found = F.conv1d(torch.randn(3, 1, 4), torch.randn(2, 1, 2), RandomWeight(bias, Settings()))
+    expected = bias.variance.unsqueeze(-1).expand(3, 2, 3).flatten(1)
+    torch.testing.assert_close(found.view(3, 6).variance, expected)
+    x = random_input(2, 3, full=True)
+    assert x.flatten(1) is x.view(2, 3) is x.reshape(2, -1) is x
+    assert x.flip(1) is not x

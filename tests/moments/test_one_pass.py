@@ -1,5 +1,6 @@
-"""Predictions and bounds by moments, where they are exact: of nets with one random layer."""
+"""Predictions and bounds by moments: exact of one random layer, near draws of whole nets."""
 
+import copy
 import math
 
 import pyro.distributions as dist
@@ -9,6 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.infer import StructuredELBO
+from pyro_structvi.moments import integration as softmax
+from pyro_structvi.moments.integration import nodes_of
+from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.testing import guides_for, points_for
 from tests.moments.one_layer import (
     SIZE,
@@ -31,36 +36,25 @@ GUIDES = {**guides_for("tests"), **points_for("tests")}
 @pytest.mark.parametrize("name", [n for n in GUIDES if n not in ("ensemble", "dropout")])
 def test_a_random_last_layer_has_exact_moments_under_every_guide(name, x):
     net = ps.bayesianize(nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), prior=1.0)
-    model = ps.Regressor(net, SIZE, 0.3)
+    model, y = ps.Regressor(net, 7 * SIZE, 0.3), torch.randn(SIZE, 2)
     guide = spread_out(GUIDES[name].guide(model, **GUIDES[name].options), x)
     with torch.no_grad():
         loc, dense_covariance = output_moments(guide, x.tanh())
+    own = variances(dense_covariance)
+    density = dist.Normal(loc, (0.09 + own).sqrt()).log_prob(y).sum(-1)
     for covariance in ("diagonal", "full"):
-        found = ps.predict_moments(model, guide, x, covariance=covariance)
+        found = ps.predict_moments(model, guide, x, y=y, covariance=covariance)
         torch.testing.assert_close(found.mean, loc)
-        own = variances(dense_covariance)
         torch.testing.assert_close(found.function_variance, own)
         torch.testing.assert_close(found.variance, own + 0.09)
+        torch.testing.assert_close(found.log_density, density)
+        torch.testing.assert_close(found.likelihood.log_prob(y), density.unsqueeze(0))
+    expected = dist.Normal(loc, 0.3).log_prob(y) - own / (2 * 0.09)
+    value = expected_log_likelihood(model, guide, x, y)
+    torch.testing.assert_close(value, 7 * expected.sum())
 
 
 # ---- likelihoods ---------------------------------------------------------------------------------
-
-
-def test_normal_noise_has_closed_forms(x):
-    model, y = ps.Regressor(linear(), 7 * SIZE, 0.3), torch.randn(SIZE, 2)
-    guide = fitted(model)
-    found = ps.predict_moments(model, guide, x, y=y)
-    loc, covariance = output_moments(guide, x)
-    scale = (0.09 + variances(covariance)).sqrt()
-    torch.testing.assert_close(found.mean, loc)
-    torch.testing.assert_close(found.variance, scale.square())
-    density = dist.Normal(loc, scale).log_prob(y)
-    torch.testing.assert_close(found.log_density, density.sum(-1))
-    expected = dist.Normal(loc, 0.3).log_prob(y) - variances(covariance) / (2 * 0.09)
-    log_probs = found.likelihood.log_prob(y)
-    torch.testing.assert_close(log_probs, density.sum(-1).unsqueeze(0))
-    value = expected_log_likelihood(model, guide, x, y)
-    torch.testing.assert_close(value, 7 * expected.sum())
 
 
 @pytest.mark.parametrize("shape", [(), (2,)], ids=["shared", "of each output"])
@@ -205,3 +199,169 @@ def test_tokens_are_independent_given_the_weights_moments(x):
     torch.testing.assert_close(found.mean[..., 1], p, rtol=1e-5, atol=1e-5)
     each = torch.where(y == 1, p, 1 - p).log().masked_fill(y == -100, 0.0)
     torch.testing.assert_close(found.log_density, each.sum(-1), rtol=1e-4, atol=1e-4)
+
+
+# ---- ensembles, mini-batches ---------------------------------------------------------------------
+
+
+def test_an_ensemble_is_the_mixture_of_its_members(x):
+    """As with draws of all members, each once."""
+    net = ps.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)), prior=1.0)
+    model, y = ps.Classifier(net, SIZE), torch.tensor([0, 1, 2, 0, 1])
+    guide = spread_out(ps.EnsembleGuide(model, size=3), x, y)
+    found = ps.predict_moments(model, guide, x, y=y)
+    expected = ps.predict(model, guide, x, num_samples=3, y=y)
+    fields = ("mean", "variance", "function_variance", "entropy", "mutual_information")
+    for name in (*fields, "log_density"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), msg=name)
+
+
+def test_mini_batches_and_parts_of_them_change_nothing(x, monkeypatch):
+    model, y = ps.Regressor(linear(), SIZE, noise="learned"), torch.randn(SIZE, 2)
+    guide = fitted(model)
+    whole = ps.predict_moments(model, guide, x, y=y, covariance="full")
+    monkeypatch.setattr("pyro_structvi.posterior.one_pass.LARGEST", 4)
+    parts = ps.predict_moments(model, guide, x, y=y, covariance="full", batch_size=3)
+    for name in ("mean", "variance", "function_variance", "log_density"):
+        torch.testing.assert_close(getattr(whole, name), getattr(parts, name))
+    assert (whole.num_samples, whole.functions) == (0, None)
+
+
+# ---- whole nets against draws --------------------------------------------------------------------
+
+
+def mlp():
+    layers = [nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2)]
+    return ps.bayesianize(nn.Sequential(*layers), prior=1.0)
+
+
+def lenet():
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 3), nn.ReLU()]
+    layers += [nn.AvgPool2d(2), nn.Flatten(), nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 2)]
+    return ps.bayesianize(nn.Sequential(*layers), prior=1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "covariance"),
+    [(mlp, (3,), "diagonal"), (mlp, (3,), "full"), (lenet, (1, 10, 10), "diagonal")],
+)
+def test_moments_of_whole_nets_are_near_those_of_draws(make, shape, covariance):
+    """Means to a fifth of a standard deviation, and standard deviations to a third.
+
+    An approximation: outputs of a layer count as normal, and as independent if only variances are kept.
+    """
+    model, x = ps.Regressor(make(), SIZE, 0.1), torch.randn(SIZE, *shape)
+    guide = ps.MeanFieldGuide(model, init_scale=0.1)
+    guide(x)
+    found = ps.predict_moments(model, guide, x, covariance=covariance)
+    drawn = ps.predict(model, guide, x, num_samples=1000)
+    scale = drawn.function_variance.sqrt()
+    assert ((found.mean - drawn.mean).abs() / scale).max() < 0.2
+    assert (found.function_variance.sqrt() / scale - 1).abs().max() < 0.33
+
+
+# ---- classes -------------------------------------------------------------------------------------
+
+
+class OwnClassifier(ps.Classifier):
+    def observe(self, output, plates, y):
+        return super().observe(output, plates, y)
+
+
+def run_at_nodes(model, kind=OwnClassifier):
+    own = copy.deepcopy(model)
+    own.__class__ = kind
+    return own
+
+
+@pytest.mark.parametrize(("classes", "covariance"), [(2, "full"), (3, "diagonal"), (7, "full")])
+def test_blocks_are_the_likelihood_at_all_nodes(x, classes, covariance, monkeypatch):
+    """For several blocks, of which the last is smaller, and with gradients of every field."""
+    monkeypatch.setattr(softmax, "BLOCK", 2 * 256 * classes)
+    y = torch.arange(SIZE) % classes
+    known = ps.Classifier(linear(classes), 3 * SIZE)
+    own, guide = run_at_nodes(known), fitted(known)
+    names = ("mean", "function_variance", "entropy", "mutual_information", "log_density")
+    found, gradients = [], []
+    for model in (known, own):
+        prediction = ps.predict_moments(
+            model, guide, x, y=y, covariance=covariance, differentiable=True
+        )
+        fields = [getattr(prediction, name) for name in names]
+        elbo = StructuredELBO(estimator="moments")
+        fields.append(elbo.differentiable_loss(model, guide, x, y))
+        total = sum((k + 1) * field.square().sum() for k, field in enumerate(fields))
+        gradients.append(torch.autograd.grad(total, [*guide.parameters()]))
+        found.append(fields)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-8, atol=1e-10)
+
+
+def test_quasi_random_points_have_exact_first_and_second_moments():
+    for size in (3, 10):
+        points, weights = nodes_of(size, torch.zeros(()))
+        torch.testing.assert_close(weights @ points, torch.zeros(size), atol=1e-14, rtol=0)
+        correlations = points.mT @ (weights.unsqueeze(-1) * points)
+        torch.testing.assert_close(correlations.diagonal(), torch.ones(size))
+        assert (correlations - torch.eye(size)).abs().max() < 0.1
+
+
+def test_improbable_classes_keep_their_density():
+    """What is below the smallest number has a logarithm, and impossible classes add no entropy."""
+    loc = torch.tensor([[0.0, -2000.0, 3.0], [0.0, -torch.inf, 0.0]])
+    logits = RandomTensor(loc, torch.full((2, 3), 1e-12), Settings())
+    found = softmax.class_expectations(logits, torch.tensor([1, 2]))
+    expected = torch.stack([-2000 - torch.logaddexp(loc[0, 0], loc[0, 2]), torch.tensor(0.5).log()])
+    torch.testing.assert_close(found.log_density, expected, rtol=1e-7, atol=1e-5)
+    torch.testing.assert_close(found.entropy[1], torch.tensor(2.0).log(), rtol=1e-6, atol=1e-6)
+    assert found.probabilities[1, 1] == 0
+    large = RandomTensor(loc + 5000, logits.variance, Settings())
+    shifted = softmax.class_expectations(large, None).probabilities
+    torch.testing.assert_close(shifted, found.probabilities)
+
+
+def test_narrow_logits_keep_the_relative_accuracy_of_variances():
+    """By the tangent, in single precision: a difference of squares would have no digit."""
+    scale, loc = 1e-4, torch.tensor([[0.3, -0.2, 1.0]], dtype=torch.float32)
+    output = RandomTensor(loc, torch.full_like(loc, scale**2), Settings())
+    p = loc.softmax(-1)
+    tangent = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    nodes, _ = nodes_of(3, loc)
+    second = nodes.mT @ nodes / len(nodes)  # the points' own, near the identity
+    exact = scale**2 * (tangent @ second @ tangent).diagonal(dim1=-2, dim2=-1)
+    found = softmax.class_expectations(output, None).variance
+    torch.testing.assert_close(found, exact, rtol=5e-3, atol=0)
+
+
+class Tempered(ps.Classifier):
+    def observe(self, output, plates, y):
+        return super().observe(0.1 * output, plates, y)
+
+
+def test_a_class_with_another_likelihood_is_run_at_the_nodes(x):
+    plain = ps.Classifier(linear(3), SIZE)
+    tempered, guide = run_at_nodes(plain, Tempered), fitted(plain)
+    means = [ps.predict_moments(model, guide, x).mean for model in (plain, tempered)]
+    assert (means[0] - means[1]).abs().max() > 0.05
+    with pytest.raises(ValueError, match="within the support"):
+        ps.predict_moments(plain, guide, x, y=torch.full((SIZE,), 9))
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
+
+
+def test_a_step_by_moments_draws_no_weight(x):
+    """Also if a pass uses a weight twice, which other objectives draw at once."""
+    model = ps.Classifier(ps.bayesianize(Twice(), prior=1.0), SIZE)
+    guide, y = ps.KTiedGuide(model), torch.arange(SIZE) % 3
+    elbo = StructuredELBO(estimator="moments")
+    first = elbo.loss(model, guide, x, y)  # counts the uses of weights
+    state = torch.get_rng_state()
+    assert elbo.loss(model, guide, x, y) == first
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""bayesianize: what it converts, what it leaves, what it shares."""
+"""bayesianize: what it converts, what stays a point estimate, what it shares."""
 
 import copy
 import pickle
@@ -14,7 +14,9 @@ from pyro.nn import PyroModule
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.nn import PointEstimateWarning
 from pyro_structvi.sites.finding import find_declared_sites
+from tests.models import regression_data
 
 
 def sites_of(module):
@@ -22,8 +24,6 @@ def sites_of(module):
 
 
 class TiedNet(nn.Module):
-    """A decoder with the encoder's weight."""
-
     def __init__(self):
         super().__init__()
         self.decoder = nn.Linear(3, 3)
@@ -47,26 +47,17 @@ class SharedNet(nn.Module):
         return self.second(self.first(x))
 
 
-class Residual(nn.Module):
-    """A net with a custom forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv1d(2, 1, 1))
-        self.head = nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.head((x + self.body(x)).squeeze(1))
-
-
-@pytest.mark.parametrize("net", [Residual(), TiedNet()])
-def test_the_net_itself_stays_as_it_is(net):
+def test_the_net_itself_stays_as_it_is():
+    net = TiedNet()
     before, types = copy.deepcopy(net.state_dict()), [type(module) for module in net.modules()]
     bayes_net = ps.bayesianize(net)
     assert [type(module) for module in net.modules()] == types
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert isinstance(bayes_net, PyroModule)
     assert not list(bayes_net.parameters())
+    again = pickle.loads(pickle.dumps(bayes_net))
+    poutine.block(again)(torch.zeros(2, 3))
+    assert {*sites_of(again)} == {"decoder.weight", "decoder.bias", "encoder.bias"}
 
 
 # ---- priors --------------------------------------------------------------------------------------
@@ -78,6 +69,7 @@ def test_the_net_itself_stays_as_it_is(net):
         (ps.FanIn(2.0, vector_scale=0.3), 2 / 3**0.5, 0.3),
         ({"weight": torch.arange(1.0, 7).reshape(2, 3), "bias": 1.0}, None, 1.0),
         (lambda name, value: 1.0 + len(name) + value.dim(), 9.0, 6.0),
+        ({"w*": 2.0, "weight": 3.0, "*": 4.0}, 2.0, 4.0),  # the first match wins
     ],
 )
 def test_priors_in_several_forms(prior, weight, bias):
@@ -87,28 +79,20 @@ def test_priors_in_several_forms(prior, weight, bias):
     torch.testing.assert_close(sites["bias"].stddev, torch.full((2,), bias))
 
 
-def test_a_prior_by_pattern_first_match_wins():
-    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    sites = sites_of(ps.bayesianize(net, prior={"0.weight": 2.0, "*.weight": 3.0, "*": 4.0}))
-    scales = {name: prior.stddev.flatten()[0].item() for name, prior in sites.items()}
-    assert scales == {"0.weight": 2, "0.bias": 4, "1.weight": 3, "1.bias": 4}
+STUDENT = torch.distributions.Independent(torch.distributions.StudentT(torch.full((3,), 3.0)), 1)
 
 
-@pytest.mark.parametrize("prior", [1.0, dist.Laplace(0.0, 1.0)])
+@pytest.mark.parametrize(
+    "prior", [1.0, torch.distributions.Laplace(0.0, 1.0), {"weight": STUDENT, "*": 1.0}]
+)
 def test_priors_move_and_convert_with_the_net(prior):
     bayes_net = ps.bayesianize(nn.Linear(3, 2), prior=prior)
     for dtype in (torch.float32, torch.float64):
         bayes_net = bayes_net.to(dtype)
         assert sites_of(bayes_net)["weight"].sample().dtype == dtype
         assert poutine.block(bayes_net)(torch.zeros(1, 3, dtype=dtype)).dtype == dtype
-    assert sites_of(bayes_net.to("meta"))["weight"].mean.device.type == "meta"
-
-
-def test_models_can_be_pickled():
-    model = ps.Classifier(ps.bayesianize(TiedNet(), prior=0.5), num_data=10)
-    model = pickle.loads(pickle.dumps(model))
-    poutine.block(model)(torch.zeros(2, 3))
-    assert set(sites_of(model)) == {"net.decoder.weight", "net.decoder.bias", "net.encoder.bias"}
+    if not isinstance(prior, dict):  # torch checks arguments of a Student t
+        assert sites_of(bayes_net.to("meta"))["weight"].mean.device.type == "meta"
 
 
 # ---- tied and shared weights ---------------------------------------------------------------------
@@ -119,69 +103,37 @@ def test_shared_weights_stay_one_site(net_class):
     model = ps.Regressor(ps.bayesianize(net_class()), num_data=12, noise_scale=0.3)
     x, y = torch.randn(12, 3), torch.randn(12, 3)
     guide = ps.KTiedGuide(model, init_scale=0.5)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO())
-    svi.step(x, y)
-    weights = [name for name in guide.site_names if name.endswith("weight")]
-    assert len(weights) == 1
+    SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO()).step(x, y)
     values = guide.draw()
-    output = poutine.condition(model, values)(x)
-    weight = values[weights[0]]
-    biases = [values[name] for name in guide.site_names if name.endswith("bias")]
-    first, second = (biases * 2)[:2]
+    (weight,) = (value for name, value in values.items() if name.endswith("weight"))
+    names = ["net.encoder.bias", "net.decoder.bias"]
+    first, second = (
+        [values[name] for name in names]
+        if net_class is TiedNet
+        else [value for name, value in values.items() if name.endswith("bias")] * 2
+    )
     expected = F.linear(torch.tanh(F.linear(x, weight, first)), weight, second)
-    if net_class is TiedNet:
-        by_name = {name: values[name] for name in guide.site_names}
-        hidden = torch.tanh(F.linear(x, weight, by_name["net.encoder.bias"]))
-        expected = F.linear(hidden, weight, by_name["net.decoder.bias"])
-    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(poutine.condition(model, values)(x), expected)
 
 
 # ---- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("net", [nn.ReLU(), nn.LayerNorm(3)])
-def test_a_net_without_weights(net):
-    with pytest.raises(ValueError, match="`net` has no weights to put a prior on"):
-        ps.bayesianize(net)
-
-
-@pytest.mark.parametrize(
-    ("prior", "pattern"),
-    [
-        ({"fcc.*": 1.0, "0.bias": 1.0, "*": None}, "fcc.*"),
-        ({"0.*": {"0.weight": 1.0, "1.bias": 2.0, "*": 3.0}, "*": 1.0}, "1.bias"),
-    ],
-)
-def test_a_pattern_of_a_prior_that_matches_nothing(prior, pattern):
-    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    message = f"The pattern '{pattern}' of `prior` matches none of the parameters \\['0.weight'"
-    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-        ps.bayesianize(net, prior)
-
-
-def test_a_net_that_is_none():
-    with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got a function"):
-        ps.bayesianize(lambda x: x)
-
-
 @pytest.mark.parametrize(
     ("prior", "error", "message"),
     [
-        (0.0, ValueError, "`prior for weight` must be a positive number, but got 0.0"),
-        (float("nan"), ValueError, "`prior for weight` must be a positive number"),
         (
-            torch.tensor([1.0, 2.0]),
+            {"fcc.*": 1.0, "0.bias": 1.0, "*": None},
             ValueError,
-            r"must broadcast to the shape of 'weight' = \(2, 3\)",
+            r"The pattern 'fcc.\*' of `prior` matches none of the parameters \['0.weight'",
         ),
-        (-torch.ones(3), ValueError, "`prior for weight` must be positive and finite"),
-        ({"bias": 1.0}, ValueError, r"No pattern of the prior \['bias'\] matches.*'weight'"),
         (
-            "wide",
-            TypeError,
-            "`prior` must be a number, a torch.Tensor, a FanIn, a HierarchicalScale, a Distribution",
+            {"0.*": {"0.weight": 1.0, "1.bias": 2.0, "*": 3.0}, "*": 1.0},
+            ValueError,
+            "The pattern '1.bias' of `prior` matches none",
         ),
-        (True, TypeError, "`prior` must be a number, a torch.Tensor, a FanIn"),
+        ({"*.bias": 1.0}, ValueError, r"No pattern of the prior \['\*.bias'\] matches.*'0.weight'"),
+        (torch.ones(4), ValueError, r"must broadcast to the shape of '0.weight' = \(2, 3\)"),
         (
             dist.MixtureSameFamily(
                 dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), torch.ones(2))
@@ -190,15 +142,13 @@ def test_a_net_that_is_none():
             "must be a distribution that its tensor arguments define",
         ),
     ],
+    ids=str,
 )
 def test_a_prior_that_does_not_fit(prior, error, message):
     with pytest.raises(error, match=message):
-        ps.bayesianize(nn.Linear(3, 2), prior=prior)
-
-
-def test_fan_in_scales_must_be_positive():
-    with pytest.raises(ValueError, match="`vector_scale` must be a positive number, but got 0"):
-        ps.FanIn(vector_scale=0)
+        ps.bayesianize(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), prior)
+    with pytest.raises(ValueError, match="`net` has no weights to put a prior on"):
+        ps.bayesianize(nn.LayerNorm(3))
 
 
 class WritesItself(nn.Linear):
@@ -214,3 +164,128 @@ def test_a_state_dict_holds_no_draw_and_loads():
     assert not [name for name in state if name.endswith((".weight", ".bias"))]
     nets[1].load_state_dict(state)
     assert nets[1].state_dict().keys() == state.keys()
+
+
+# ---- points --------------------------------------------------------------------------------------
+
+
+def normalized_net():
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def test_normalization_layers_stay_and_that_is_said():
+    net = normalized_net()
+    names = ["1.weight", "1.bias", "2.weight", "2.bias"]
+    with pytest.warns(
+        PointEstimateWarning, match=r"\['1.weight', '1.bias', '2.weight', '2.bias'\]"
+    ):
+        bayes_net = ps.bayesianize(net)
+    assert set(sites_of(bayes_net)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert [name for name, _ in bayes_net.named_parameters()] == names
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
+    ps.fit(model, ps.MeanFieldGuide(model), regression_data(), num_steps=2, progress=False)
+    assert torch.equal(net[1].weight, torch.ones(4)), "they are copies"
+    assert not torch.equal(model.net[1].weight, torch.ones(4))
+
+
+def test_frozen_parameters_stay_frozen_without_a_copy_and_keep_their_class():
+    net = nn.Sequential(Quantized(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    net[:2].requires_grad_(False)
+    bayes_net = ps.bayesianize(net)
+    assert bayes_net[0].weight is net[0].weight
+    assert bayes_net[1].weight.data_ptr() == net[1].weight.data_ptr()
+    assert set(sites_of(bayes_net)) == {"2.weight", "2.bias"}
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
+    before = [net[i].weight.clone() for i in (0, 1)]
+    ps.fit(model, ps.MeanFieldGuide(model), regression_data(), num_steps=3, progress=False)
+    assert not list(model.parameters())
+    for i in (0, 1):
+        assert torch.equal(model.net[i].weight, before[i])
+        assert not net[i].weight.requires_grad
+
+
+class Redirecting(nn.Module):
+    """Looks up in a child what it has not, as the wrappers of adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.ModuleDict({"own": nn.Linear(3, 1)})
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inside":
+                raise KeyError(name) from None
+            return getattr(self._modules["inside"]["own"], name)
+
+    def forward(self, x):
+        return self.inside["own"](x) + self.in_features
+
+
+class FourBits(nn.Parameter):
+    """A parameter that is read by its class, as in bitsandbytes."""
+
+    def __new__(cls, data, factor):
+        self = torch.Tensor._make_subclass(cls, data, False)
+        self.factor = factor
+        return self
+
+
+class Quantized(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight = FourBits(self.weight.detach(), 2.0)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.factor * self.weight.detach(), self.bias)
+
+
+def test_weights_that_cannot_be_random_are_named():
+    with pytest.raises(
+        ValueError, match=r"for weight` must be None for a complex .*view_as_complex"
+    ):
+        ps.bayesianize(nn.Linear(3, 2, dtype=torch.complex128))
+    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] wait for their first input"):
+        ps.bayesianize(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)))
+
+
+def test_nets_that_redirect_attributes_become_bayesian():
+    net = nn.Sequential(Redirecting(), nn.Linear(1, 1))
+    bayes_net = ps.bayesianize(net, 1.0)
+    assert isinstance(bayes_net[0], Redirecting)
+    x, y = regression_data()
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
+    guide = ps.MeanFieldGuide(model, init_scale=1e-9)
+    guide.initialize(x, y)
+    assert len(guide.site_names) == 4
+    torch.testing.assert_close(
+        ps.predict(model, guide, x, num_samples=1).mean, net(x).detach(), rtol=1e-6, atol=1e-6
+    )
+    again = pickle.loads(pickle.dumps(bayes_net))
+    assert type(again[0]) is type(bayes_net[0])
+    assert sites_of(again).keys() == sites_of(bayes_net).keys()
+
+
+def test_a_compiled_net_is_taken_out_of_its_compiler():
+    net = nn.Sequential(torch.compile(nn.Linear(3, 4)), nn.ReLU(), nn.Linear(4, 1))
+    names = {"0.weight", "0.bias", "2.weight", "2.bias"}
+    inside = ps.bayesianize(net, {"0.weight": 1.0, "*": 2.0})
+    assert set(sites_of(inside)) == names
+    assert inside[0].bias.shape == (4,)
+    assert set(sites_of(ps.bayesianize(torch.compile(net)))) == names
+
+
+def test_a_prior_of_none_leaves_parameters_as_they_are():
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    net[0].bias.requires_grad_(False)
+    bayes_net = ps.bayesianize(net, {"2.*": 1.0, "*": None})
+    assert set(sites_of(bayes_net)) == {"2.weight", "2.bias"}
+    assert set(dict(bayes_net.named_parameters())) == {"0.weight", "1.weight", "1.bias"}
+    assert bayes_net[0].weight is not net[0].weight  # it is trained, and the net's own is not
+    by_function = ps.bayesianize(
+        net, lambda name, value: 1.0 if name == "2.weight" else None, False
+    )
+    assert set(sites_of(by_function)) == {"2.weight"}
+    with pytest.raises(ValueError, match="a `prior` that is not None"):
+        ps.bayesianize(net, None)

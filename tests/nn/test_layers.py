@@ -1,6 +1,7 @@
-"""Rank-1 and Walsh-Hadamard layers in the place of a net's own, by the `layers` of bayesianize."""
+"""Rank-1 layers, and those and Walsh-Hadamard layers by the `layers` of bayesianize."""
 
 import copy
+import pickle
 
 import pyro.distributions as dist
 import pytest
@@ -10,7 +11,14 @@ from torch import nn
 from torch.nn.utils import prune
 
 import pyro_structvi as ps
-from pyro_structvi.nn import RankOneConv2d, RankOneLinear, WalshHadamardConv2d
+from pyro_structvi.nn import (
+    RankOneConv1d,
+    RankOneConv2d,
+    RankOneConv3d,
+    RankOneLinear,
+    WalshHadamardConv2d,
+)
+from tests.lazy_weights import run_lazily
 from tests.nn.test_conversion import SharedNet, TiedNet, sites_of
 
 KINDS = [ps.WalshHadamard(), ps.RankOne()]
@@ -46,12 +54,6 @@ def test_the_first_pattern_that_fits_wins():
     assert [type(module) for module in net] == kinds
     later = ps.bayesianize(net, layers={"*": ps.WalshHadamard(), "1": ps.RankOne()})
     assert isinstance(later[1], RankOneConv2d)
-
-
-@pytest.mark.parametrize("pattern", ["", "*"])
-def test_a_bare_layer(pattern):
-    names = {"coefficients", "bias"}
-    assert set(sites_of(ps.bayesianize(nn.Linear(3, 2), layers={pattern: KINDS[0]}))) == names
 
 
 @pytest.mark.parametrize("name", ["second", "first.*"])
@@ -116,11 +118,15 @@ def test_means_start_at_the_mean_square_and_the_bias_of_the_net():
 def test_rank_one_takes_over_the_weight():
     net, x = make_net(), torch.randn(3, 2, 5, 5)
     bayes_net = ps.bayesianize(net, layers={"*": ps.RankOne(prior_scale=0.3)})
-    assert scale_of(bayes_net, "0.input_scale") == 0.3
+    for name in ("0.input_scale", "3.output_scale"):
+        assert scale_of(bayes_net, name) == 0.3
+        assert set(ps.MeanFieldGuide(bayes_net)[name].loc.tolist()) == {1.0}
+        assert set(sites_of(bayes_net)[name].mean.tolist()) == {1.0}
     ones = {name: torch.ones(prior.shape()) for name, prior in sites_of(bayes_net).items()}
     torch.testing.assert_close(poutine.condition(bayes_net, ones)(x), net(x))
     signs = ps.bayesianize(net, layers={"*": ps.RankOne(start="signs")})
-    assert set(ps.MeanFieldGuide(signs)["3.input_scale"].loc.tolist()) == {-1.0, 1.0}
+    for name in ("3.input_scale", "1.output_scale"):
+        assert set(ps.MeanFieldGuide(signs)[name].loc.tolist()) == {-1.0, 1.0}
 
 
 # ---- what is a point estimate --------------------------------------------------------------------
@@ -135,16 +141,13 @@ def test_the_layers_own_parameters_are_not_warned_of(layer):
     again = ps.bayesianize(nn.Sequential(by_hand, nn.Linear(2, 1)))
     assert [name for name, _ in again.named_parameters()] == [f"0.{name}" for name in own]
     assert {"1.weight", "1.bias"} < set(sites_of(again))
-
-
-def test_frozen_weights_of_rank_one_stay_frozen():
     net = make_net()
     net[3].requires_grad_(False)
-    bayes_net = ps.bayesianize(net, layers={"3": ps.RankOne()})
-    assert not list(bayes_net.parameters())
-    assert torch.equal(bayes_net[3].weight, net[3].weight)
-    kept = ps.bayesianize(net, layers={"*": ps.WalshHadamard()})
-    assert isinstance(kept[3], nn.Linear)
+    is_rank_one = layer == KINDS[1]
+    frozen = ps.bayesianize(net, layers={"3" if is_rank_one else "*": layer})
+    assert isinstance(frozen[3], RankOneLinear if is_rank_one else nn.Linear)
+    assert torch.equal(frozen[3].weight, net[3].weight)
+    assert not list(frozen[3].parameters()) or not frozen[3].weight.requires_grad
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -156,16 +159,11 @@ def test_frozen_weights_of_rank_one_stay_frozen():
         (
             {"1": KINDS[0]},
             ValueError,
-            r"WalshHadamard\(\) needs an nn.Linear or a convolution without",
+            r"WalshHadamard\(\) needs an nn.Linear or a convolution with",
         ),
         ({"2": KINDS[1]}, ValueError, r"RankOne.* needs .* matches only {'2': 'Flatten'}"),
         ({"4": KINDS[0]}, ValueError, r"'4' of `layers` matches none of the modules \['', '0'"),
-        ({"2*": KINDS[0]}, ValueError, r"the pattern '2\*' of `layers` matches only"),
-        (
-            {"0": "rank one"},
-            TypeError,
-            r"`layers\['0'\]` must be a RankOne or a WalshHadamard, but got 'rank one'",
-        ),
+        ({"0": "rank one"}, TypeError, r"`layers\['0'\]` must be a RankOne or a WalshHadamard"),
         ({"0": ps.WalshHadamard}, TypeError, r"`layers\['0'\]` must .* an instance of it, `WalshH"),
     ],
 )
@@ -182,19 +180,105 @@ def test_a_layer_that_does_more_than_its_class_is_not_replaced(layer):
     for special in (pruned, hooked):
         with pytest.raises(ValueError, match="hooks or reparametrized weights, but the pattern ''"):
             ps.bayesianize(special, layers={"": layer})
-
-
-@pytest.mark.parametrize("layer", KINDS)
-def test_a_tied_weight_is_not_replaced(layer):
     with pytest.raises(ValueError, match="'decoder' shares a parameter with another one"):
         ps.bayesianize(TiedNet(), layers={"*": layer})
 
 
+def test_a_prior_that_is_not_one_normal():
+    net = nn.Sequential(nn.Linear(3, 2))
+    for prior in (dist.Laplace(0.0, 1.0), dist.Normal(1.0, 1.0), torch.rand(2, 3) + 0.1):
+        with pytest.raises(ValueError, match=r"for '0\.weight' must be one normal around zero"):
+            ps.bayesianize(net, {"*.bias": 1.0, "*": prior}, layers={"0": KINDS[0]})
+
+
+# ---- rank-1 layers -------------------------------------------------------------------------------
+
+
+LAYERS = [
+    (lambda: nn.Linear(4, 3), (4,)),
+    (lambda: nn.Linear(4, 3, bias=False), (2, 4)),
+    (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 5)),
+    (lambda: nn.Conv2d(4, 3, (2, 3), padding="same", padding_mode="circular"), (4, 3, 3)),
+    (lambda: nn.Conv3d(4, 3, 2, dilation=(1, 2, 1), bias=False), (4, 2, 3, 2)),
+]
+RANK_ONE = {
+    nn.Linear: RankOneLinear,
+    nn.Conv1d: RankOneConv1d,
+    nn.Conv2d: RankOneConv2d,
+    nn.Conv3d: RankOneConv3d,
+}
+
+
+def rank_one(layer, **options):
+    return RANK_ONE[type(layer)](layer, **options)
+
+
+def with_scales(layer, input_scale, output_scale):
+    """Return torch's layer with the scaled weight, element by element."""
+    scaled = copy.deepcopy(layer)
+    groups = getattr(layer, "groups", 1)
+    out, size = layer.weight.shape[:2]
+    for o in range(out):
+        first = (o // (out // groups)) * size
+        for c in range(size):
+            scaled.weight.data[o, c] *= output_scale[o] * input_scale[first + c]
+    return scaled
+
+
 @pytest.mark.parametrize(
-    "prior", [dist.Laplace(0.0, 1.0), dist.Normal(1.0, 1.0), torch.rand(2, 3) + 0.1]
+    ("make", "shape"), [*((make, (3, *shape)) for make, shape in LAYERS), (LAYERS[3][0], (4, 3, 3))]
 )
-def test_a_prior_that_is_not_one_normal(prior):
-    with pytest.raises(ValueError, match=r"prior for '0\.weight' must be one normal around zero"):
-        ps.bayesianize(
-            nn.Sequential(nn.Linear(3, 2)), {"*.bias": 1.0, "*": prior}, layers={"0": KINDS[0]}
-        )
+def test_the_weight_is_scaled_by_an_outer_product(make, shape):
+    layer, x = make(), torch.randn(shape)
+    before = copy.deepcopy(layer.state_dict())
+    ours = rank_one(layer, prior_scale=0.5)
+    trace = poutine.trace(ours).get_trace(x)
+    r, s = (trace.nodes[f"{name}_scale"]["value"] for name in ("output", "input"))
+    expected = with_scales(layer, s, r)(x)
+    torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
+    ours.weight.data.zero_()
+    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS[1:4])
+def test_scales_for_each_example_are_a_loop(make, shape):
+    layer, x = rank_one(make()), torch.randn(3, *shape)
+    scales = {"input_scale": torch.randn(3, 4), "output_scale": torch.randn(3, len(layer.weight))}
+    loop = [
+        poutine.condition(layer, {name: value[n] for name, value in scales.items()})(x[n : n + 1])
+        for n in range(3)
+    ]
+    torch.testing.assert_close(poutine.condition(layer, scales)(x), torch.cat(loop))
+
+
+def test_one_draw_serves_the_batch_elsewhere():
+    layer, x = RankOneLinear(nn.Linear(3, 6)), torch.randn(1, 3).expand(4, 3)
+    guide = ps.MeanFieldGuide(layer, init_scale=1.0)
+    trace = poutine.trace(guide).get_trace(x)
+    outputs = poutine.replay(layer, trace)(x)
+    assert torch.equal(outputs[:-1], outputs[1:])
+    lazy = run_lazily(layer, guide, x)
+    assert not torch.isclose(lazy[:-1], lazy[1:]).any()
+
+
+def make_regressor():
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    layers = [part if i == 1 else RankOneLinear(part) for i, part in enumerate(net)]
+    return ps.Regressor(ps.bayesianize(nn.Sequential(*layers)), num_data=12, noise_scale=0.3)
+
+
+def test_copies_and_state_dicts():
+    source, target, x = make_regressor(), make_regressor(), torch.randn(4, 3)
+    values = ps.MeanFieldGuide(source).draw()
+    expected = poutine.condition(source.net, values)(x)
+    target.load_state_dict(source.state_dict())
+    for same in (target, pickle.loads(pickle.dumps(source))):
+        assert isinstance(same.net[0], RankOneLinear)
+        torch.testing.assert_close(poutine.condition(same.net, values)(x), expected)
+
+
+def test_other_layers_and_inputs_are_refused():
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Conv2d, but got a torch.nn.Conv1d"):
+        RankOneConv2d(nn.Conv1d(1, 1, 1))
+    with pytest.raises(ValueError, match="3 channels"):
+        RankOneLinear(nn.Linear(3, 2))(torch.zeros(4, 2))

@@ -1,10 +1,12 @@
-"""Classifier and Regressor."""
+"""Likelihoods around a net, of examples and of tokens."""
 
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import scipy.stats
 import torch
+import torch.nn.functional as F
+from pyro_structvi.nn.classifiers import PaddedCategorical
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,44 +28,59 @@ def draw(model, x):
     }
 
 
-def test_a_classifier_is_a_scaled_cross_entropy():
-    model = ps.Classifier(ps.bayesianize(nn.Linear(3, 4)), num_data=60)
-    x, y = torch.randn(6, 3), torch.randint(4, (6,))
+def normal(outputs, y, scale):
+    return torch.distributions.Normal(outputs, scale).log_prob(y)
+
+
+COUNTS, LABELS = torch.randint(9, (6, 2)), torch.randint(2, (6, 2))
+CLASSES, TARGETS = torch.randint(4, (6,)), torch.randn(6, 2, dtype=torch.float64)
+ONE_LABEL = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+GIVEN = torch.tensor([0.1, 0.2], dtype=torch.float64)
+DENSITIES = {  # the log densities of observations, by the net's outputs and the scale of noise
+    "classes": (ps.Classifier, nn.Linear(3, 4), {}, CLASSES, lambda f, y, _: -ce(f, y)),
+    "given": (ps.Regressor, nn.Linear(3, 2), {"noise_scale": GIVEN}, TARGETS, normal),
+    "gamma": (ps.Regressor, nn.Linear(3, 2), {"noise_scale": dist.Gamma(2, 3)}, TARGETS, normal),
+    "noise": (ps.Regressor, nn.Linear(3, 2), {"noise": 0.3}, TARGETS, normal),
+    "learned": (ps.Regressor, nn.Linear(3, 2), {"noise": "learned"}, TARGETS, normal),
+    "heteroscedastic": (
+        *(ps.Regressor, nn.Linear(3, 4), {"noise": "heteroscedastic"}, TARGETS),
+        lambda f, y, _: normal(f[:, :2], y, (1 + f[:, 2:].exp()).log()),
+    ),
+    "student": (
+        *(ps.Regressor, nn.Linear(3, 2), {"noise": 0.3, "df": 3}, TARGETS),
+        lambda f, y, scale: torch.tensor(scipy.stats.t(3, f, scale).logpdf(y)),
+    ),
+    "labels": (ps.BinaryClassifier, nn.Linear(3, 2), {}, LABELS == 1, lambda f, y, _: -bce(f, y)),
+    "one label": (ps.BinaryClassifier, ONE_LABEL, {}, LABELS[:, 0], lambda f, y, _: -bce(f, y)),
+    "counts": (
+        *(ps.PoissonRegressor, nn.Linear(3, 2), {}, COUNTS),
+        lambda f, y, _: torch.tensor(scipy.stats.poisson(f.exp()).logpmf(y)),
+    ),
+}
+
+
+def ce(outputs, y):
+    return nn.functional.cross_entropy(outputs, y, reduction="none")
+
+
+def bce(outputs, y):
+    return nn.functional.binary_cross_entropy_with_logits(outputs, y.double(), reduction="none")
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_the_log_likelihood_is_scaled_to_all_data(name):
+    kind, net, options, y, density = DENSITIES[name]
+    model, x = kind(ps.bayesianize(net.double()), num_data=60, **options), torch.randn(6, 3)
     values = draw(model, x)
-    logits = nn.functional.linear(x, values["net.weight"], values["net.bias"])
-    expected = -10 * nn.functional.cross_entropy(logits, y, reduction="sum")
+    outputs = poutine.condition(model.net, values)(x)
+    scale = values.get("noise_scale", getattr(model, "noise_scale", None))
+    expected = 10 * density(outputs, y, scale).sum()
     torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
-    torch.testing.assert_close(poutine.condition(model, values)(x), logits)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"noise_scale": torch.tensor([0.1, 0.2])},
-        {"noise_scale": dist.Gamma(2.0, 3.0)},
-        {"noise": 0.3},
-        {"noise": "learned"},
-    ],
-)
-def test_a_regressor_is_a_scaled_gaussian(options):
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), num_data=60, **options)
-    x, y = torch.randn(6, 3), torch.randn(6, 2)
-    values = draw(model, x)
-    mean = nn.functional.linear(x, values["net.weight"], values["net.bias"])
-    scale = values.get("noise_scale", torch.as_tensor(model.noise_scale))
-    expected = 10 * torch.distributions.Normal(mean, scale).log_prob(y).sum()
-    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
-
-
-def test_a_heteroscedastic_regressor_has_means_and_then_scales():
-    net = ps.bayesianize(nn.Linear(3, 4))
-    model = ps.Regressor(net, num_data=60, noise="heteroscedastic")
-    x, y = torch.randn(6, 3), torch.randn(6, 2)
-    values = draw(model, x)
-    outputs = nn.functional.linear(x, values["net.weight"], values["net.bias"])
-    normal = torch.distributions.Normal(outputs[:, :2], (1 + outputs[:, 2:].exp()).log())
-    torch.testing.assert_close(log_likelihood(model, values, x, y), 10 * normal.log_prob(y).sum())
-    torch.testing.assert_close(poutine.condition(model, values)(x), outputs[:, :2])
+    returned = poutine.condition(model, values)(x)
+    torch.testing.assert_close(returned, outputs[:, :2] if name == "heteroscedastic" else outputs)
+    if name == "gamma":
+        single = draw(model.float(), torch.zeros(1, 3, dtype=torch.float32))
+        assert single["noise_scale"].dtype == torch.float32, "its prior moves with the model"
 
 
 def test_learned_noise_has_a_half_normal_prior():
@@ -71,44 +88,6 @@ def test_learned_noise_has_a_half_normal_prior():
     prior = poutine.trace(model).get_trace(torch.zeros(6, 3)).nodes["noise_scale"]["fn"]
     value = torch.tensor(0.7)
     torch.testing.assert_close(prior.log_prob(value), dist.HalfNormal(1.0).log_prob(value))
-
-
-def test_noise_of_students_t_distribution():
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), 60, 0.3, df=3)
-    x, y = torch.randn(6, 3), torch.randn(6, 2)
-    values = draw(model, x)
-    mean = nn.functional.linear(x, values["net.weight"], values["net.bias"])
-    student = scipy.stats.t(3, mean, 0.3)
-    expected = torch.tensor(10 * student.logpdf(y).sum())
-    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
-
-
-def test_binary_targets_of_one_and_of_several_labels():
-    x = torch.randn(6, 3)
-    for net, y in (
-        (nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), torch.tensor([0, 1, 1, 0, 1, 0])),
-        (nn.Linear(3, 2), torch.randint(2, (6, 2)) == 1),
-    ):
-        model = ps.BinaryClassifier(ps.bayesianize(net), num_data=60)
-        values = draw(model, x)
-        logits = poutine.condition(model, values)(x)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, y.double(), reduction="sum")
-        torch.testing.assert_close(log_likelihood(model, values, x, y), -10 * loss)
-
-
-def test_counts_have_logarithmic_rates():
-    model = ps.PoissonRegressor(ps.bayesianize(nn.Linear(3, 2)), num_data=60)
-    x, y = torch.randn(6, 3), torch.randint(9, (6, 2))
-    values = draw(model, x)
-    logs = poutine.condition(model, values)(x)
-    expected = torch.tensor(10 * scipy.stats.poisson(logs.exp()).logpmf(y).sum())
-    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
-
-
-def test_a_noise_prior_moves_with_the_model():
-    net = ps.bayesianize(nn.Linear(3, 2))
-    model = ps.Regressor(net, num_data=6, noise_scale=dist.HalfNormal(1.0)).float()
-    assert draw(model, torch.zeros(1, 3, dtype=torch.float32))["noise_scale"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -140,56 +119,21 @@ def test_fit_names_both_numbers_of_examples():
 
 
 def test_class_weights_are_those_of_torch():
-    weights, x, y = (
-        torch.tensor([0.5, 1.0, 4.0]),
-        torch.randn(6, 3),
-        torch.tensor([0, 1, 2, 2, 0, 1]),
-    )
-    net = ps.bayesianize(nn.Linear(3, 3))
-    model = ps.Classifier(net, 60, class_weights=weights)
-    trace = poutine.trace(model).get_trace(x, y)
-    trace.compute_log_prob()
-    loss = nn.functional.cross_entropy(trace.nodes["_RETURN"]["value"], y, weights, reduction="sum")
-    torch.testing.assert_close(trace.nodes["obs"]["log_prob_sum"], -10 * loss)
+    weights = torch.tensor([0.5, 1.0, 4.0])
+    x, y = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 0, 1])
+    model = ps.Classifier(ps.bayesianize(nn.Linear(3, 3)), 60, class_weights=weights)
     guide = ps.MeanFieldGuide(model, init_scale=1e-9)
+    guide.initialize(x, y)
+    logits = nn.functional.linear(x, *guide.median().values())
+    loss = nn.functional.cross_entropy(logits, y, weights, reduction="sum")
     for estimator in ("draws", "moments"):
         terms = ps.StructuredELBO(estimator=estimator).terms(model, guide, x, y)
-        logits = nn.functional.linear(x, *guide.median().values())
-        loss = nn.functional.cross_entropy(logits, y, weights, reduction="sum")
         torch.testing.assert_close(terms.log_likelihood["obs"], -10 * loss, rtol=1e-6, atol=0)
     density = ps.predict(model, guide, x, num_samples=2, y=y).log_density
-    torch.testing.assert_close(
-        density, -nn.functional.cross_entropy(logits, y, reduction="none"), rtol=1e-6, atol=1e-6
-    )
-
-
-def test_noise_takes_its_dtype_from_a_floating_point_tensor():
-    net = nn.Linear(3, 1, bias=False)
-    net.register_buffer("index", torch.arange(3))
-    model = ps.Regressor(ps.bayesianize(net), 6, noise_scale=2.5)
-    assert model.noise_scale == 2.5
+    torch.testing.assert_close(density, -ce(logits, y), rtol=1e-6, atol=1e-6)
 
 
 # ---- bad input -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (ps.Regressor, {}, "`noise_scale` must be given"),
-        (ps.Regressor, {"noise_scale": 0.1, "noise": 0.1}, "`noise_scale` must be given"),
-        (ps.Regressor, {"noise_scale": torch.tensor([1.0, 0.0])}, "`noise_scale` must be positive"),
-        (ps.Regressor, {"noise": "unknown"}, "`noise` must be"),
-        (ps.Regressor, {"noise": -1.0}, "`noise` must be positive"),
-        (ps.Regressor, {"noise_scale": 0.1, "df": 1.0}, "`df` must be above 1"),
-        (ps.Classifier, {"num_data": 2.5}, "`num_data` must be a whole number of at least 1"),
-        (ps.Classifier, {"net": len}, "`net` must be a torch.nn.Module, but got"),
-        (ps.Classifier, {"class_weights": torch.tensor([1.0, 0.0])}, "`class_weights` must be pos"),
-    ],
-)
-def test_arguments_that_do_not_fit(kind, options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        kind(**({"net": nn.Linear(3, 2), "num_data": 6} | options))
 
 
 HETERO = {"noise": "heteroscedastic"}
@@ -202,39 +146,24 @@ RIGHT_WEIGHTS, WRONG_WEIGHTS = ({"class_weights": torch.ones(size)} for size in 
         (ps.Classifier, {}, (6, 3), torch.zeros(5).long(), r"shape \(batch,\) = \(6,\), but got"),
         (ps.Classifier, {}, (6, 3), torch.zeros(6), "`y` must hold classes as integers, but got"),
         (ps.Classifier, {}, (6, 5, 3), None, r"shape \(batch, classes\), but got \(6, 5, 2\)"),
-        (ps.Classifier, {}, (0, 3), None, "`x` must hold at least one example"),
-        (
-            ps.Classifier,
-            WRONG_WEIGHTS,
-            (4, 3),
-            torch.tensor([0, 1, 1, 0]),
-            "`class_weights` must h",
-        ),
+        (ps.Classifier, WRONG_WEIGHTS, (2, 3), torch.tensor([0, 1]), "`class_weights` must h"),
         (ps.Classifier, RIGHT_WEIGHTS, (2, 3), torch.tensor([0, 2]), "classes count from 0"),
         (ps.BinaryClassifier, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
-        (ps.PoissonRegressor, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
         (ps.Regressor, {"noise": 1.0}, (6, 3), torch.zeros(6), r"net's output = \(6, 2\), but got"),
-        (ps.Regressor, {"noise": 1.0}, (6, 3), torch.zeros(6, 2).float(), "must have the dtype of"),
         (ps.Regressor, HETERO, (6, 3), torch.zeros(6, 2), r"that of the means = \(6, 1\)"),
-        (
-            ps.Regressor,
-            {"noise": torch.ones(3)},
-            (6, 3),
-            None,
-            "broadcast to the shape of a target",
-        ),
+        (ps.Regressor, {"noise": torch.ones(3)}, (6, 3), None, "broadcast to the shape of a targ"),
     ],
 )
 def test_data_that_do_not_fit(kind, options, x, y, message):
     model = kind(nn.Linear(3, 2), 6, **options)
     with pytest.raises(ValueError, match=message):
         poutine.block(model)(torch.zeros(x), y)
-
-
-def test_heteroscedastic_nets_have_two_outputs_for_a_target():
-    model = ps.Regressor(nn.Linear(3, 3), 6, noise="heteroscedastic")
     with pytest.raises(ValueError, match=r"2 \* size\), under heteroscedastic.*got \(6, 3\)"):
-        model(torch.zeros(6, 3))
+        ps.Regressor(nn.Linear(3, 3), 6, **HETERO)(torch.zeros(6, 3))
+    with pytest.raises(ValueError, match="`df` must be above 1"):
+        ps.Regressor(nn.Linear(3, 2), 6, 0.1, df=1.0)
+    with pytest.raises(ValueError, match="`noise_scale` must be given"):
+        ps.Regressor(nn.Linear(3, 2), 6, 0.1, noise=0.1)
 
 
 @pytest.mark.parametrize("name", ["regression", "classes"])
@@ -297,15 +226,81 @@ def test_scales_are_saved_with_the_model():
     torch.testing.assert_close(model(x), model.net((x - x.mean(0)) / x.std(0, correction=0)))
 
 
-@pytest.mark.parametrize(
-    "wrong", [torch.zeros(1, 3), torch.zeros(4, 3, dtype=torch.long), torch.full((4, 3), torch.nan)]
-)
-def test_data_without_scales_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"`standardize` (must|holds)"):
-        ps.Classifier(nn.Linear(3, 2), 4, standardize=wrong)
-
-
-def test_only_tensors_are_standardized():
+def test_data_without_scales_are_refused():
+    for wrong in (torch.zeros(1, 3), torch.zeros(4, 3).long(), torch.full((4, 3), torch.nan)):
+        with pytest.raises(ValueError, match=r"`standardize` (must|holds)"):
+            ps.Classifier(nn.Linear(3, 2), 4, standardize=wrong)
     model = ps.Classifier(nn.Linear(3, 2), 4, standardize=torch.randn(4, 3))
     with pytest.raises(TypeError, match="`x` must be a tensor for a model with `standardize`"):
         model({"input": torch.randn(4, 3)})
+
+
+BATCH, LENGTH, NUM_CLASSES = 6, 5, 4
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+def make_tokens(**options):
+    net = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, NUM_CLASSES))
+    return ps.TokenClassifier(ps.bayesianize(net, 1.0), **options)
+
+
+def texts():
+    x = torch.randint(7, (BATCH, LENGTH))
+    y = torch.randint(NUM_CLASSES, (BATCH, LENGTH))
+    y[:, -2:] = -100
+    return x, y
+
+
+def likelihood_of_tokens(model, x, y):
+    trace = poutine.trace(model).get_trace(x, y)
+    trace.compute_log_prob()
+    return trace.nodes["obs"]["log_prob_sum"], trace.nodes["_RETURN"]["value"]
+
+
+@pytest.mark.parametrize(("ignore_index", "shift"), [(-100, True), (0, False)])
+def test_the_likelihood_is_cross_entropy_without_the_padding(shift, ignore_index):
+    model = make_tokens(num_data=3 * BATCH, shift=shift, ignore_index=ignore_index)
+    x, y = texts()
+    y[y == -100] = ignore_index
+    found, logits = likelihood_of_tokens(model, x, y)
+    targets = y[:, 1:] if shift else y
+    assert logits.shape == (*targets.shape, NUM_CLASSES)
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+    )
+    torch.testing.assert_close(found, -3 * loss, rtol=1e-10, atol=0)
+
+
+def test_padding_has_no_gradient_and_stays_when_a_padded_categorical_grows():
+    _, y = texts()
+    logits = torch.randn(BATCH, LENGTH, NUM_CLASSES, requires_grad=True)
+    PaddedCategorical(logits=logits).log_prob(y).sum().backward()
+    assert not logits.grad[:, -2:].any()
+    assert logits.grad[:, :-2].any()
+    tokens = PaddedCategorical(logits=torch.zeros(3, 2), ignore_index=7).expand((4, 3))
+    assert tokens.log_prob(torch.full((4, 3), 7)).eq(0).all()
+    with pytest.raises(ValueError, match="within the support"):
+        PaddedCategorical(logits=torch.zeros(3, 2), validate_args=True).log_prob(torch.tensor(5))
+
+
+def test_it_predicts_with_its_padding():
+    model = make_tokens(num_data=BATCH)
+    guide = ps.KTiedGuide(model)
+    x, y = texts()
+    prediction = ps.predict(model, guide, x, num_samples=4, y=y)
+    assert prediction.mean.shape == (BATCH, LENGTH, NUM_CLASSES)
+    assert prediction.functions.shape == (4, BATCH, LENGTH, NUM_CLASSES)
+    median = {name: value.unsqueeze(0) for name, value in guide.median().items()}
+    one = ps.predict(model, median, x, y=y)
+    expected = -F.cross_entropy(one.mean.log().mT, y, reduction="none").sum(1)
+    torch.testing.assert_close(one.log_density, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_other_observations_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(6, 5\)"):
+        poutine.block(make_tokens(num_data=6))(texts()[0], torch.zeros(BATCH, dtype=torch.long))
+    model = ps.TokenClassifier(ps.bayesianize(nn.Linear(3, 2), 1.0), num_data=6)
+    with pytest.raises(ValueError, match=r"\(batch, length, classes\), but got \(6, 2\)"):
+        poutine.block(model)(torch.randn(6, 3))

@@ -1,9 +1,11 @@
-"""HierarchicalScale: priors whose scale is a site too. And priors that are torch's distributions."""
+"""Priors with a scale that is a site, of torch, and over all elements of a parameter together."""
 
+import copy
 import math
 import pickle
 import warnings
 
+import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
@@ -13,7 +15,15 @@ from torch import nn
 from torch.distributions import kl_divergence
 
 import pyro_structvi as ps
+from pyro_structvi.infer import SampledKLWarning
 from pyro_structvi.sites.finding import find_declared_sites
+from tests.distributions.cases import (
+    CASES,
+    make_full,
+    make_k_tied,
+    make_log_scale,
+    make_matrix_normal,
+)
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import regression_data
 from tests.nn.test_conversion import TiedNet
@@ -36,28 +46,20 @@ def trace_of(module, *args):
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def test_each_parameter_has_a_scale_of_its_own():
-    model = make_model({"0.*": HALF_CAUCHY, "*": 1.0})
-    names = ["net.0.weight_scale", "net.0.weight", "net.0.bias_scale", "net.0.bias"]
-    names += ["net.2.weight", "net.2.bias"]
-    assert list(find_declared_sites(model)) == names
-    nodes = trace_of(model, torch.randn(12, 3))
-    assert [name for name in nodes if name in names] == names
-    for name in names[1:4:2]:
-        scale = nodes[f"{name}_scale"]["value"]
-        assert isinstance(nodes[f"{name}_scale"]["fn"], dist.HalfCauchy)
+def test_each_parameter_has_a_scale_of_its_own_divided_by_the_root_of_the_fan_in():
+    by_fan_in = ps.HierarchicalScale(torch.distributions.HalfNormal(2.0), fan_in=True)
+    net = TiedNet()
+    net.last = nn.Linear(4, 2)
+    net = ps.bayesianize(net, {"last.*": by_fan_in, "*.bias": 1.0, "*": HALF_CAUCHY})
+    names = ["decoder.weight_scale", "decoder.weight", "decoder.bias", "encoder.bias"]
+    names += ["last.weight_scale", "last.weight", "last.bias_scale", "last.bias"]
+    assert sorted(find_declared_sites(net)) == sorted(names), "a tied weight has one scale"
+    nodes = trace_of(net.last, torch.randn(1, 4)) | trace_of(net, torch.randn(1, 3))
+    for name, factor in (("last.weight", 0.5), ("last.bias", 1.0), ("decoder.weight", 1.0)):
+        scale = factor * nodes[f"{name}_scale"]["value"]
         torch.testing.assert_close(nodes[name]["fn"].stddev, scale.expand_as(nodes[name]["value"]))
         assert not nodes[name]["fn"].mean.any()
-
-
-def test_fan_in_divides_the_scale_of_weights():
-    prior = ps.HierarchicalScale(dist.HalfNormal(2.0), fan_in=True)
-    nodes = trace_of(ps.bayesianize(nn.Conv1d(4, 2, 4), prior=prior), torch.randn(1, 4, 6))
-    for name, factor in (("weight", 0.25), ("bias", 1.0)):
-        scale = factor * nodes[f"{name}_scale"]["value"]
-        torch.testing.assert_close(
-            nodes[name]["fn"].stddev, scale.expand(nodes[name]["fn"].shape())
-        )
+    assert isinstance(nodes["decoder.weight_scale"]["fn"], dist.HalfCauchy)
 
 
 @unsaid
@@ -74,14 +76,6 @@ def test_a_prior_with_a_batch_has_several_scales():
         make_model({"0.weight": ps.HierarchicalScale(dist.HalfCauchy(torch.ones(2))), "*": 1.0})
 
 
-def test_a_tied_weight_has_one_scale():
-    model = make_model({"*weight": HALF_CAUCHY, "*": 1.0}, TiedNet())
-    nodes = trace_of(model, torch.randn(12, 3))
-    latent = {name for name, node in nodes.items() if node["type"] == "sample"} - {"obs", "data"}
-    layers = {"net.encoder.bias", "net.decoder.bias"}
-    assert latent == layers | {"net.decoder.weight", "net.decoder.weight_scale"}
-
-
 def test_the_bias_of_a_walsh_hadamard_layer_may_have_one():
     net, layers = nn.Sequential(nn.Linear(4, 8)), {"*": ps.WalshHadamard()}
     bayes_net = ps.bayesianize(net, prior={"*.bias": HALF_CAUCHY, "*": 1.0}, layers=layers)
@@ -91,33 +85,22 @@ def test_the_bias_of_a_walsh_hadamard_layer_may_have_one():
         ps.bayesianize(net, prior=HALF_CAUCHY, layers=layers)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda model: pickle.loads(pickle.dumps(model)), lambda model: model.float()],
-    ids=["pickle", "float"],
-)
-def test_models_are_copied_pickled_and_converted(change):
-    model = change(make_model(HALF_CAUCHY))
-    dtype = next(model.buffers()).dtype
-    nodes = trace_of(model, torch.randn(12, 3, dtype=dtype))
-    for name in ("net.0.weight_scale", "net.0.weight", "obs"):
-        assert nodes[name]["value"].dtype == dtype
-    meta = find_declared_sites(model.to("meta"))
-    assert meta["net.0.weight"].prior.mean.device.type == "meta"
-
-
-def test_priors_are_in_the_state_dict():
+def test_models_are_copied_pickled_and_converted():
     source, target = (
         make_model(ps.HierarchicalScale(dist.HalfCauchy(scale))) for scale in (2.0, 0.5)
     )
     target.load_state_dict(source.state_dict())
-    assert target.state_dict()["net.0.weight_scale_prior_scale"] == 2.0
     assert find_declared_sites(target)["net.0.weight_scale"].prior.scale == 2.0
+    for model in (pickle.loads(pickle.dumps(source)), source.float()):
+        dtype = next(model.buffers()).dtype
+        nodes = trace_of(model, torch.randn(12, 3, dtype=dtype))
+        for name in ("net.0.weight_scale", "net.0.weight", "obs"):
+            assert nodes[name]["value"].dtype == dtype
+    meta = find_declared_sites(source.to("meta"))
+    assert meta["net.0.weight"].prior.mean.device.type == "meta"
 
 
 class Quantized(nn.Linear):
-    """A layer with an attribute of the name that the scale's site would have."""
-
     def __init__(self):
         super().__init__(3, 1)
         self.weight_scale = nn.Parameter(torch.ones(()))
@@ -129,13 +112,10 @@ def test_a_name_that_is_taken_is_an_error():
     ps.bayesianize(Quantized(), prior={"weight": 1.0, "*": HALF_CAUCHY})
 
 
-@pytest.mark.parametrize(
-    ("prior", "error"),
-    [(1.0, TypeError), (dist.Uniform(-1.0, 1.0), ValueError), (dist.Poisson(1.0), ValueError)],
-)
-def test_a_prior_that_is_not_over_positive_numbers(prior, error):
-    with pytest.raises(error, match="`prior` must be a distribution over positive numbers"):
-        ps.HierarchicalScale(prior)
+def test_a_prior_that_is_not_over_positive_numbers():
+    for prior in (dist.Uniform(-1.0, 1.0), dist.Poisson(1.0)):
+        with pytest.raises(ValueError, match="`prior` must be a distribution over positive numb"):
+            ps.HierarchicalScale(prior)
 
 
 # ---- guides --------------------------------------------------------------------------------------
@@ -199,19 +179,117 @@ def test_the_kl_of_a_weight_is_that_given_a_draw_of_its_scale(prior, fan_in):
     torch.testing.assert_close(found, kl_divergence(q, dist.Normal(0.0, draw).expand((2, 3))))
 
 
-# ---- torch's distributions -----------------------------------------------------------------------
+# ---- over all elements of a parameter together ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "prior",
-    [
-        torch.distributions.Laplace(0.0, 1.0),
-        torch.distributions.Independent(torch.distributions.StudentT(torch.full((3,), 3.0)), 1),
-        ps.HierarchicalScale(torch.distributions.HalfNormal(1.0)),
-    ],
-)
-def test_torchs_distributions_serve_as_priors(prior):
-    bayes_net = ps.bayesianize(nn.Linear(3, 2, bias=False).float(), prior={"*": prior})
-    for own in (torch.float32, torch.float64):
-        nodes = trace_of(bayes_net.to(own), torch.zeros(1, 3, dtype=own))
-        assert nodes["_RETURN"]["value"].dtype == own
+SHAPE = (5, 3)
+PRIORS = {
+    "2-tied": lambda: make_k_tied(2)((), SHAPE, torch.float64),
+    "matrix normal": lambda: make_matrix_normal((), SHAPE, torch.float64),
+    "full": lambda: make_full((), SHAPE, torch.float64),
+    "log scale": lambda: make_log_scale((), SHAPE, torch.float64),
+    "multivariate": lambda: dist.TransformedDistribution(
+        dist.MultivariateNormal(torch.zeros(15), torch.eye(15).double() + 0.2),
+        [dist.transforms.ReshapeTransform((15,), SHAPE)],
+    ),
+    "rows": lambda: dist.MultivariateNormal(torch.zeros(SHAPE), torch.eye(3) + 0.2).to_event(1),
+}
+
+
+def with_whole_prior(prior):
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    net = ps.bayesianize(net, {"0.weight": prior, "*": 1.0})
+    return ps.Regressor(net, 12, 0.3)
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_the_site_has_the_prior(name):
+    prior, data = PRIORS[name](), regression_data()
+    model = with_whole_prior(prior)
+    draw = prior.sample()
+    nodes = pyro.poutine.trace(pyro.poutine.condition(model, {"net.0.weight": draw})).get_trace(
+        data[0]
+    )
+    found = nodes.nodes["net.0.weight"]["fn"]
+    torch.testing.assert_close(found.log_prob(draw), prior.log_prob(draw))
+    guide = ps.MatrixNormalGuide(model, join_bias=False)
+    for options in ({}, {"num_particles": 2, "vectorize_particles": True}):
+        terms = ps.StructuredELBO(**options).terms(model, guide, *data)
+        assert not terms.sampled
+        expected = kl_divergence(guide["net.0.weight"](), prior)
+        torch.testing.assert_close(terms.kl["net.0.weight"], expected)
+    start = ps.MAPGuide(model).median()["net.0.weight"]
+    assert torch.equal(start, model.net.get_submodule("0").initial_values["weight"])
+
+
+@pytest.mark.parametrize("name", ["matrix normal", pytest.param("rows", marks=pytest.mark.slow)])
+def test_the_kl_of_a_joined_weight_is_estimated_by_draws(name):
+    prior, data = PRIORS[name](), regression_data()
+    model = with_whole_prior(prior)
+    apart, joined = (
+        ps.MatrixNormalGuide(model, join_bias=join_bias) for join_bias in (False, True)
+    )
+    with torch.no_grad():
+        for guide in (apart, joined):
+            for posterior in guide.all_posteriors():
+                nn.init.zeros_(posterior.loc)
+    expected = sum(ps.StructuredELBO().terms(model, apart, *data).kl.values())
+    with pytest.warns(SampledKLWarning, match="net.0.weight\\+bias"):
+        found = [ps.StructuredELBO().terms(model, joined, *data) for _ in range(400)]
+    nats = torch.stack([sum(terms.kl.values()) for terms in found]).detach()
+    assert abs(nats.mean() - expected) < 5 * nats.std() / len(nats) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["2-tied", "multivariate", "rows"])
+def test_it_moves_converts_and_is_copied_with_the_model(name):
+    prior = PRIORS[name]()
+    model = with_whole_prior(prior)
+    draw = prior.sample()
+
+    def density(model, dtype=torch.float64):
+        module = model.net.get_submodule("0")
+        with pyro.poutine.trace() as trace:
+            model(torch.zeros(2, 3, dtype=dtype))
+        own = trace.trace.nodes["net.0.weight"]["fn"]
+        assert module.weight.dtype == dtype
+        return own.log_prob(draw.to(dtype)).double()
+
+    expected = prior.log_prob(draw)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(density(other), expected)
+    fresh = with_whole_prior(PRIORS[name]())
+    fresh.load_state_dict(model.state_dict())
+    torch.testing.assert_close(density(fresh), expected)
+    single = density(copy.deepcopy(model).float(), torch.float32)
+    torch.testing.assert_close(single, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("guide_name", ["k-tied", "rowwise"])
+def test_yesterdays_posterior_is_todays_prior(guide_name):
+    data = regression_data()
+    yesterday = GUIDES[guide_name](with_whole_prior(1.0))
+    found = {name: yesterday[name]() for name in yesterday.site_names}
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    net = ps.bayesianize(net, lambda name, _: found[f"net.{name}"])
+    model = ps.Regressor(net, 12, 0.3)
+    today = GUIDES[guide_name](model)
+    terms = ps.StructuredELBO().terms(model, today, *data)
+    assert not terms.sampled
+    terms.elbo.backward()
+    assert all(value.grad is None for value in yesterday.parameters())
+    for name, q in found.items():
+        torch.testing.assert_close(terms.kl[name], kl_divergence(today[name](), q))
+        assert terms.kl[name] > 0
+    today.load_state_dict(yesterday.state_dict())
+    for nats in ps.StructuredELBO().terms(model, today, *data).kl.values():
+        torch.testing.assert_close(nats, torch.zeros(()), rtol=0, atol=1e-9)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"'0.weight' must be over single elements, or .*\(5, 3\)"):
+        with_whole_prior(make_k_tied(2)((), (3, 5), torch.float64))
+    with pytest.raises(ValueError, match=r"got batch shape \(5,\) and event shape \(3,\)"):
+        with_whole_prior(dist.MultivariateNormal(torch.zeros(SHAPE), torch.eye(3)))
+    inducing = next(case for case in CASES if case.kl_with_inducing is not None)
+    with pytest.raises(TypeError, match="must be a distribution that its own tensors define"):
+        with_whole_prior(inducing.make((), SHAPE, torch.float64))

@@ -48,12 +48,7 @@ def spread_diagonals(layer):
     return layer
 
 
-def input_for(layer_class, channels):
-    return torch.randn(3, channels, *[5, 6, 7][: int(layer_class.__name__[-2])])
-
-
 def draw_and_run(layer, x):
-    """Return one draw of the layer's sites and its outputs under them."""
     trace = poutine.trace(layer).get_trace(x)
     return {name: trace.nodes[name]["value"] for name in ("coefficients", "bias")}, trace
 
@@ -70,16 +65,25 @@ def test_the_dense_layer_is_that_of_the_formula(size, out):
         torch.testing.assert_close(layer.weight(values["coefficients"]), weight)
         expected = F.linear(x, weight, values["bias"])
         torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
+    for x in (torch.randn(4, size), torch.randn(4, 2, 3, size)):
+        assert_examples_are_a_loop(layer, x)
+
+
+def assert_examples_are_a_loop(layer, x):
+    coefficients = torch.randn(len(x), *layer.row_scale.shape)
+    loop = [layer._outputs(one[None], g)[0] for one, g in zip(x, coefficients, strict=True)]
+    torch.testing.assert_close(layer._outputs(x, coefficients), torch.stack(loop))
 
 
 @pytest.mark.parametrize(("layer_class", "convolution", "kernel", "geometry"), GEOMETRIES)
 def test_the_convolution_is_that_of_the_formula(layer_class, convolution, kernel, geometry):
     layer = spread_diagonals(layer_class(2, 5, kernel, **geometry))
-    x = input_for(layer_class, 2)
+    x = torch.randn(3, 2, *[5, 6, 7][: int(layer_class.__name__[-2])])
     values, trace = draw_and_run(layer, x)
     weight = dense_weight(layer, values["coefficients"])
     expected = convolution(x, weight, values["bias"], **geometry)
     torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
+    assert_examples_are_a_loop(layer, x)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's, of the padding it copies
@@ -93,23 +97,6 @@ def test_padding_modes_are_torchs(mode, padding):
     oracle.weight.data = dense_weight(layer, g)
     torch.testing.assert_close(poutine.condition(layer, {"coefficients": g})(x), oracle(x))
     torch.testing.assert_close(layer._outputs(x, g.expand(3, -1, -1)), oracle(x))
-
-
-@pytest.mark.parametrize("middle", [(), (2, 3)])
-def test_a_dense_factor_for_each_example_is_a_loop(middle):
-    assert_is_loop(WalshHadamardLinear(5, 12), torch.randn(4, *middle, 5))
-
-
-@pytest.mark.parametrize(("layer_class", "convolution", "kernel", "geometry"), GEOMETRIES)
-def test_filters_for_each_example_are_a_loop(layer_class, convolution, kernel, geometry):
-    assert_is_loop(layer_class(2, 5, kernel, **geometry), input_for(layer_class, 2))
-
-
-def assert_is_loop(layer, x):
-    coefficients = torch.randn(len(x), *layer.row_scale.shape)
-    outputs = spread_diagonals(layer)._outputs(x, coefficients)
-    loop = [layer._outputs(one[None], g)[0] for one, g in zip(x, coefficients, strict=True)]
-    torch.testing.assert_close(outputs, torch.stack(loop))
 
 
 @pytest.mark.parametrize("arguments", [(WalshHadamardLinear, 3, 9), (WalshHadamardConv1d, 2, 5, 3)])
@@ -135,22 +122,18 @@ def test_the_start_is_like_torchs():
 # ---- posteriors of the coefficients --------------------------------------------------------------
 
 
-def test_a_dense_layer_is_drawn_for_each_example():
-    x, layer = torch.randn(1, 3).expand(4, 3), WalshHadamardLinear(3, 6, bias=False)
-    outputs = run_lazily(layer, ps.MeanFieldGuide(layer, init_scale=1.0), x)
-    assert not torch.isclose(outputs[:-1], outputs[1:]).any()
-
-
-def test_one_draw_of_filters_serves_the_batch_unless_asked():
+def test_one_draw_of_filters_serves_the_batch_unless_asked_and_dense_layers_draw_for_each_example():
     x = torch.randn(1, 2, 5).expand(4, 2, 5)
     for per_example in (False, True):
         layer = WalshHadamardConv1d(2, 3, 2, bias=False, filters_per_example=per_example)
         outputs = run_lazily(layer, ps.MeanFieldGuide(layer, init_scale=1.0), x)
         assert torch.equal(outputs[0], outputs[1]) != per_example
-        placed = ps.bayesianize(
-            nn.Conv1d(2, 3, 2), layers={"": ps.WalshHadamard(filters_per_example=per_example)}
-        )
+        kind = ps.WalshHadamard(filters_per_example=per_example)
+        placed = ps.bayesianize(nn.Conv1d(2, 3, 2), layers={"": kind})
         assert placed.draws_per_example == per_example
+    dense = WalshHadamardLinear(2, 6, bias=False)
+    outputs = run_lazily(dense, ps.MeanFieldGuide(dense, init_scale=1.0), x[..., 0])
+    assert not torch.isclose(outputs[:-1], outputs[1:]).any()
 
 
 def test_layers_convert():
@@ -159,31 +142,3 @@ def test_layers_convert():
     assert layer(torch.zeros(1, 2, 4, dtype=torch.float32)).dtype == torch.float32
     assert {p.dtype for p in [*guide.parameters(), *layer.parameters()]} == {torch.float32}
     assert layer.double()(torch.zeros(1, 2, 4)).dtype == torch.float64
-
-
-# ---- bad input -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: WalshHadamardLinear(0, 2), ValueError, "`in_features` must be a whole number"),
-        (lambda: WalshHadamardConv1d(0, 2, 1), ValueError, "`in_channels` must be a whole number"),
-        (lambda: WalshHadamardLinear(2, 2, prior_scale=0), ValueError, "`prior_scale` must be"),
-        (lambda: WalshHadamardConv1d(2, 2, 1, groups=2), TypeError, "argument 'groups'"),
-        (
-            lambda: WalshHadamardConv1d(2, 2, 1, padding="half"),
-            ValueError,
-            "`padding` must be .* but got 'half'",
-        ),
-        (
-            lambda: WalshHadamardLinear(3, 2)(torch.zeros(4, 2)),
-            ValueError,
-            "`x` must have 3 channels",
-        ),
-        (lambda: WalshHadamardConv2d(3, 2, 1)(torch.zeros(3, 4)), ValueError, "its dimension -3"),
-    ],
-)
-def test_arguments_that_do_not_fit(make, error, message):
-    with pytest.raises(error, match=message):
-        make()

@@ -93,8 +93,6 @@ def upsampling():
 
 
 class Named(nn.Module):
-    """A net of a dictionary of inputs."""
-
     def __init__(self):
         super().__init__()
         self.image, self.table = nn.Conv2d(1, 2, 8), nn.Linear(3, 2)
@@ -105,58 +103,22 @@ class Named(nn.Module):
         return self.head(torch.tanh(torch.cat([image, self.table(inputs["table"])], -1)))
 
 
-class TwoHeads(nn.Module):
-    """A net of two inputs with two outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(2, 4)
-        self.mean, self.log_scale = nn.Linear(4, 1), nn.Linear(4, 1)
-
-    def forward(self, a, b):
-        hidden = torch.tanh(self.first(a) + self.second(b))
-        return self.mean(hidden), self.log_scale(hidden)
-
-
-def observe(law, examples, y):
-    with pyro.plate("data", NUM_DATA, subsample=examples):
-        pyro.sample("obs", law, obs=y, infer={"is_observation": True})
-
-
 class NamedModel(PyroModule):
-    """Classes from a net of a dictionary."""
-
     def __init__(self):
         super().__init__()
         self.net = ps.bayesianize(Named(), ps.FanIn())
 
     def forward(self, image, table, y=None):
         logits = self.net({"image": image, "table": table})
-        observe(dist.Categorical(logits=logits), image, y)
+        with pyro.plate("data", NUM_DATA, subsample=image):
+            law, infer = dist.Categorical(logits=logits), {"is_observation": True}
+            pyro.sample("obs", law, obs=y, infer=infer)
         return logits
-
-
-class TwoHeadsModel(PyroModule):
-    """A mean and a noise of its own for each example."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = ps.bayesianize(TwoHeads(), ps.FanIn())
-
-    def forward(self, a, b, y=None):
-        mean, log_scale = self.net(a, b)
-        observe(dist.Normal(mean, log_scale.exp()).to_event(1), a, y)
-        return torch.cat([mean, log_scale], -1)
 
 
 def named():
     x, y = images()
     return NamedModel(), (x, torch.randn(SIZE, 3), y)
-
-
-def two_heads():
-    a, b = torch.randn(SIZE, 3), torch.randn(SIZE, 2)
-    return TwoHeadsModel(), (a, b, a.sum(-1, keepdim=True) - b[:, :1])
 
 
 # ---- parameters that are not plain ---------------------------------------------------------------
@@ -221,7 +183,6 @@ CASES = [
         ("net.decoder.multihead_attn.*",),
     ),
     Case("dictionary of inputs", named),
-    Case("two inputs, two outputs", two_heads),
     Case(
         "shared weights", lambda: classifier(perceptron(tie), *table()), ("net.0.bias", "net.2.*")
     ),

@@ -35,8 +35,6 @@ class Recurrent(nn.Module):
 
 
 class CellLoop(nn.Module):
-    """An LSTM cell at one step after the other."""
-
     def __init__(self):
         super().__init__()
         self.cell, self.head = nn.LSTMCell(3, 3), nn.Linear(3, 2)

@@ -15,9 +15,9 @@ def perceptron():
 
 
 def convolutions(bias=True):
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3, bias=bias), nn.ReLU(), nn.Flatten(), nn.Linear(108, 2, bias)
-    )
+    """Return a net with a transposed convolution, which autocast leaves alone on a CPU."""
+    layers = nn.Conv2d(1, 3, 3, bias=bias), nn.ReLU(), nn.ConvTranspose2d(3, 1, 1, bias=bias)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 2, bias))
 
 
 NETS = {
@@ -61,17 +61,15 @@ def test_a_step_under_autocast_has_gradients_and_terms_in_float32(net_name, guid
     for name, nats in kl.items():
         assert nats.dtype == torch.float32
         torch.testing.assert_close(nats, expected[name], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("guide_name", GUIDES)
-def test_outputs_without_variance_have_finite_gradients(guide_name):
+    if net_name != "convolutions":
+        return
     x, y = images()
     model, data = classifier(convolutions(bias=False), torch.zeros_like(x), y)
     guide = GUIDES[guide_name](model)
     with torch.autocast("cpu", torch.bfloat16):
         (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
     for parameter in guide.parameters():
-        assert torch.isfinite(parameter.grad).all()
+        assert torch.isfinite(parameter.grad).all(), "of outputs without variance"
 
 
 @pytest.mark.parametrize("guide_name", ["mean field", "k-tied", "low rank"])
@@ -101,13 +99,3 @@ def test_a_net_in_bfloat16_stays_in_it(guide_name):
     for parameter in guide.parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.isfinite(parameter.grad).all()
-
-
-def test_transposed_convolutions_which_autocast_leaves_alone_on_a_cpu():
-    net = nn.Sequential(nn.ConvTranspose2d(1, 2, 2), nn.Flatten(), nn.Linear(162, 2))
-    model, data = classifier(net, *images())
-    guide = ps.KTiedGuide(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        guide.initialize(*data)
-        (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
-    assert all(torch.isfinite(parameter.grad).all() for parameter in guide.parameters())

@@ -3,81 +3,52 @@
 import pyro
 import pytest
 import torch
-from pyro.infer import SVI
 
 import pyro_structvi as ps
 from tests.guide_cases import GUIDES
-from tests.infer.compiled_steps import assert_same
+from tests.infer.compiled_steps import adam, assert_same
 from tests.real_nets.nets import CASES
 
-
-def train(case, guide_name, make, **options):
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    model, data = case.make()
-    optim = pyro.optim.Adam({"lr": 0.01})
-    svi = make(model, GUIDES[guide_name](model), optim, ps.StructuredELBO(), **options)
-    return [svi.step(*data) for _ in range(3)]
+IN_SINGLE = ("LeNet", "transformer encoder", "vision transformer", "LSTM", "weight normalization")
 
 
-FAST = ("dictionary of inputs",)
-
-
-def pairs():
+def steps_of():
+    """Yield nets with guides and dtypes; a CPU has other operations in float32."""
     for case in CASES:
-        marks = () if case.name in FAST else pytest.mark.slow
-        if "packed" not in case.name:
-            yield pytest.param(case, "k-tied", id=case.name, marks=marks)
-        if case.name in ("LeNet", "transformer encoder"):
-            yield pytest.param(case, "inducing weights", id=f"{case}, inducing", marks=marks)
+        names = [] if "packed" in case.name else ["k-tied"]
+        names += ["inducing weights"] * (case.name in ("LeNet", "transformer encoder"))
+        for guide_name in names:
+            for dtype in (torch.float64, torch.float32)[: 1 + (case.name in IN_SINGLE)]:
+                is_fast = case.name == "dictionary of inputs" or (
+                    case.name in IN_SINGLE[:2] and dtype == torch.float32
+                )
+                marks = () if is_fast else pytest.mark.slow
+                own = f"{case}, {guide_name}, {dtype}"
+                yield pytest.param(case, guide_name, dtype, id=own, marks=marks)
 
 
-@pytest.mark.parametrize(("case", "guide_name"), [*pairs()])
-def test_compiled_steps_are_those_of_svi(case, guide_name):
-    losses = train(case, guide_name, SVI)
-    own = train(case, guide_name, ps.CompiledSVI, backend=None)
-    torch.testing.assert_close(own, losses, rtol=1e-8, atol=0)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "packed" in case.name], ids=str)
-def test_lengths_that_determine_sizes_are_named(case):
-    with pytest.raises(RuntimeError, match=r"the size of a result depends .*nets\.py:\d+"):
-        train(case, "k-tied", ps.CompiledSVI, backend=None)
-
-
-@pytest.fixture
-def single_precision():
-    """Compute in float32, for which torch has other operations on a CPU."""
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(torch.float64)
-
-
-IN_SINGLE = ("LeNet", "transformer encoder")
-SLOW_IN_SINGLE = ("vision transformer", "LSTM", "two inputs, two outputs", "weight normalization")
-
-
-def still():
-    """Return an optimizer whose steps do not move the net."""
-    return pyro.optim.SGD({"lr": 1e-7})
-
-
-@pytest.mark.usefixtures("single_precision")
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=() if case.name in IN_SINGLE else pytest.mark.slow)
-        for case in CASES
-        if case.name in IN_SINGLE + SLOW_IN_SINGLE
-    ],
-)
-def test_recorded_steps_are_the_eager_ones(case):
-    _, data = case.make()
-    data = [each.float() if each.is_floating_point() else each for each in data]
+@pytest.mark.parametrize(("case", "guide_name", "dtype"), [*steps_of()])
+def test_compiled_steps_are_those_of_svi(case, guide_name, dtype):
+    torch.set_default_dtype(dtype)
+    data = [each.to(dtype) if each.is_floating_point() else each for each in case.make()[1]]
 
     def make():
         model, _ = case.make()
-        return model.float(), ps.KTiedGuide(model)
+        return model.to(dtype), GUIDES[guide_name](model)
 
-    assert_same(make, data, rtol=0, steps=3, optim=still)
+    is_double = dtype == torch.float64
+    optim, rtol = (adam, 1e-8) if is_double else (still, 0)
+    assert_same(make, data, rtol=rtol, steps=3, optim=optim)
+
+
+def test_lengths_that_determine_sizes_are_named():
+    (case,) = (case for case in CASES if "packed" in case.name)
+    model, data = case.make()
+    svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO(), backend=None)
+    with pytest.raises(RuntimeError, match=r"the size of a result depends .*nets\.py:\d+"):
+        svi.step(*data), svi.step(*data)
+
+
+def still():
+    return pyro.optim.SGD({"lr": 1e-7})

@@ -16,8 +16,6 @@ SIZES = {"input_size": 2, "hidden_size": 3, "num_layers": 2, "bidirectional": Tr
 
 
 class Loop(nn.Module):
-    """A cell at one step after the other."""
-
     def __init__(self, cell):
         super().__init__()
         self.cell = cell
@@ -31,8 +29,6 @@ class Loop(nn.Module):
 
 
 class DenseCell(nn.Module):
-    """A recurrent cell of two dense layers."""
-
     def __init__(self):
         super().__init__()
         self.inputs, self.state = nn.Linear(2, 3), nn.Linear(3, 3)
@@ -115,8 +111,6 @@ def test_a_loop_that_was_first_seen_at_one_step_says_so():
 
 
 class First(Loop):
-    """The last state of a loop of dense layers, as the mean of a regression."""
-
     def __init__(self):
         super().__init__(DenseCell())
 

@@ -20,8 +20,6 @@ LAYER = 2
 
 
 class Positive(nn.Module):
-    """A parametrization of one's own."""
-
     def forward(self, weight):
         return F.softplus(weight)
 

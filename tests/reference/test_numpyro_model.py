@@ -1,4 +1,7 @@
-"""The translation of a model to NumPyro has its log joint."""
+"""The translation of a model to NumPyro has its log joint, or is refused with a reason."""
+
+import importlib
+import sys
 
 import jax
 import numpy as np
@@ -12,6 +15,7 @@ from numpyro.infer.util import log_density
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
+import pyro_structvi.reference
 from pyro_structvi import (
     BinaryClassifier,
     Classifier,
@@ -20,9 +24,29 @@ from pyro_structvi import (
     Regressor,
     bayesianize,
 )
-from pyro_structvi.reference import to_numpyro
+from pyro_structvi.moments.nonlinear import NONLINEARITIES
+from pyro_structvi.moments.rules import RULES
+from pyro_structvi.reference import jax_net, to_numpyro
 from pyro_structvi.reference.jax_net import JaxNet
-from tests.reference.translated_models import BATCH, NUM_DATA, Calls, make_regressor
+
+BATCH, NUM_DATA = 6, 24
+
+
+def make_regressor(net, prior=1.0, noise_scale=0.3):
+    return Regressor(bayesianize(net, prior, normalization=True), NUM_DATA, noise_scale)
+
+
+class Calls(nn.Module):
+    """A net whose forward pass is a linear layer and any function of its output ``(batch, 4)``."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.register_buffer("offset", torch.arange(4.0))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x) + self.offset)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,47 +150,27 @@ def test_log_joint_agrees_for_each_prior(prior):
     assert_same_log_joint(make_regressor(make_mlp(), prior), *make_data())
 
 
-@pytest.mark.parametrize(
-    "noise_scale",
-    [
-        torch.tensor([0.2, 0.7]),
-        dist.Gamma(2.0, 4.0),
-        dist.Gamma(2.0, 4.0).expand([2]).to_event(1),
-    ],
-    ids=str,
-)
-def test_log_joint_of_a_regressor_agrees_for_each_noise_scale(noise_scale):
-    values = assert_same_log_joint(
-        make_regressor(make_mlp(), noise_scale=noise_scale), *make_data()
-    )
-    latent = isinstance(noise_scale, torch.distributions.Distribution)
-    assert ("noise_scale" in values) == latent
-
-
 COUNTS = torch.tensor([[0, 3], [1, 0], [2, 1], [7, 1], [0, 0], [1, 2]], dtype=torch.float64)
+GAMMAS = dist.Gamma(2.0, 4.0).expand([2]).to_event(1)
 
 
 @pytest.mark.parametrize(
     ("make", "outputs", "y"),
     [
         (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic"), 4, COUNTS),
-        (lambda net: Regressor(net, NUM_DATA, 0.3, df=2.5), 2, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, torch.tensor([0.2, 0.7]), df=2.5), 2, COUNTS),
         (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic", df=4), 4, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, dist.Gamma(2.0, 4.0)), 2, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, GAMMAS), 2, COUNTS),
         (lambda net: PoissonRegressor(net, NUM_DATA), 2, COUNTS),
         (lambda net: BinaryClassifier(net, NUM_DATA), 2, COUNTS.clamp_max(1)),
         (lambda net: Classifier(net, NUM_DATA), 4, torch.tensor([0, 1, 2, 3, 0, 1])),
     ],
-    ids=["heteroscedastic", "student", "both", "counts", "labels", "classes"],
+    ids=["scales", "student", "both", "noise", "noises", "counts", "labels", "classes"],
 )
 def test_log_joint_agrees_for_each_likelihood(make, outputs, y):
     model = make(bayesianize(make_mlp(outputs=outputs), 1.0))
     assert_same_log_joint(model, make_data()[0], y)
-
-
-def test_log_joint_agrees_for_targets_of_higher_rank():
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
-    x = torch.randn(BATCH, 4, 3, generator=torch.Generator().manual_seed(0))
-    assert_same_log_joint(make_regressor(net), x, x.new_zeros(BATCH, 4, 5))
 
 
 ACTIVATIONS = [
@@ -233,14 +237,6 @@ def test_functions_are_torchs(function):
     np.testing.assert_allclose(found, net(x), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.slow
-def test_log_joint_agrees_for_tied_weights():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    net[2].weight = net[0].weight
-    values = assert_same_log_joint(make_regressor(net), *make_data(outputs=3))
-    assert set(values) == {"net.0.weight", "net.0.bias", "net.2.bias"}
-
-
 def test_log_joint_agrees_for_nested_modules():
     inner = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), Residual(), nn.Sequential(nn.ReLU()))
     net = nn.Sequential(nn.Linear(3, 5), inner, nn.Linear(5, 2, bias=False))
@@ -248,22 +244,23 @@ def test_log_joint_agrees_for_nested_modules():
     assert "net.1.2.linear.weight" in values
 
 
-def test_a_bare_layer_and_a_frozen_layer_are_translated():
-    net = make_mlp()
-    net[0].requires_grad_(False)
-    values = assert_same_log_joint(make_regressor(net), *make_data())
-    assert set(values) == {"net.2.weight", "net.2.bias"}
-    assert_same_log_joint(make_regressor(nn.Linear(3, 2)), *make_data())
-
-
-def test_a_translation_leaves_no_trace_in_pyro():
+def test_bare_frozen_and_tied_layers_are_translated():
     net = make_mlp()
     net[0].requires_grad_(False)
     model = make_regressor(net)
     pyro.clear_param_store()
+    assert set(assert_same_log_joint(model, *make_data())) == {"net.2.weight", "net.2.bias"}
     to_numpyro(model)
     assert not list(pyro.get_param_store())
     assert not any(parameter.requires_grad for parameter in model.net[0].parameters())
+    plain = nn.Sequential(bayesianize(nn.Linear(3, 2), 1.0), nn.Tanh())
+    for own in (make_regressor(nn.Linear(3, 2)), Regressor(plain, NUM_DATA, 0.3)):
+        assert_same_log_joint(own, *make_data())
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    tied[2].weight = tied[0].weight
+    x, y = make_data(outputs=3)
+    values = assert_same_log_joint(make_regressor(tied), x.unsqueeze(1), y.unsqueeze(1))
+    assert set(values) == {"net.0.weight", "net.0.bias", "net.2.bias"}
 
 
 def test_sites_written_by_hand_are_translated():
@@ -280,16 +277,6 @@ def test_sites_written_by_hand_are_translated():
     assert set(values) == {"net.scale"}
 
 
-def test_a_bayesian_net_inside_a_plain_module_is_translated():
-    net = nn.Sequential(bayesianize(nn.Linear(3, 2), 1.0), nn.Tanh())
-    assert_same_log_joint(Regressor(net, NUM_DATA, 0.3), *make_data())
-
-
-def test_a_prior_that_is_the_same_for_all_weights_is_stored_once():
-    arguments = to_numpyro(make_regressor(make_mlp())).priors["net.0.weight"].keywords
-    assert {name: value.size for name, value in arguments.items()} == {"loc": 1, "scale": 1}
-
-
 @pytest.mark.slow
 def test_the_translation_samples_and_returns_what_the_model_does():
     import numpyro
@@ -302,3 +289,103 @@ def test_the_translation_samples_and_returns_what_the_model_does():
     assert trace["obs"]["value"].shape == (BATCH, 2)
     assert trace["obs"]["value"].dtype == np.float32
     assert translated(x.numpy()).shape == (BATCH, 2)
+
+
+def choose_by_value(h):
+    return h if h.sum() > 0 else -h
+
+
+def elsewhere(h):
+    """A function of another library."""
+    return torch.overrides.handle_torch_function(elsewhere, (h,), h)
+
+
+def sample_inside(h):
+    return h + pyro.sample("z", dist.Normal(0.0, 1.0))
+
+
+# ---- what cannot be translated -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.Conv1d(3, 1, 1), r"module 'net' \(Conv1d\) has no translation .*Supported.* ELU.*cat"),
+        (
+            nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5))),
+            r"module 'net\.1\.0' \(LayerNorm\) has no translation",
+        ),
+        (Calls(torch.erf), r"function `erf` in .* 'net' \(Calls\) has no translation"),
+        (Calls(lambda h: h.cumsum(0)), r"function `cumsum` in .* 'net' \(Calls\) has no"),
+        (
+            nn.Sequential(Calls(lambda h: torch.div(h, 2, rounding_mode="floor"))),
+            r"function `div` in .* 'net\.0' \(Calls\) has arguments without.*rounding_mode",
+        ),
+        (Calls(lambda h: h.new_zeros(h.ndim)), r"attribute `ndim` of a tensor in .* 'net' \(Calls"),
+        (
+            nn.Sequential(Calls(choose_by_value)),
+            r"module 'net\.0' \(Calls\) cannot be traced \(.*control flow",
+        ),
+        (Calls(elsewhere), r"function `\S+\.elsewhere` in"),
+        (Calls(sample_inside), r"draws the site 'z' inside a forward pass"),
+        (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), r"'net\.1' \(Dropout\) is active.*eval"),
+    ],
+)
+def test_a_net_without_translation_is_refused(net, message):
+    with pytest.raises(NotImplementedError, match=f"(?s){message}"):
+        to_numpyro(make_regressor(net))
+
+
+def test_models_without_translation_are_refused():
+    by_hand = PyroModule[nn.Linear](3, 1)
+    by_hand.weight = PyroSample(lambda module: dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
+    points = bayesianize(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5)), normalization=False)
+    net, data = bayesianize(nn.Linear(3, 1)), (torch.randn(5, 3), torch.randn(5, 1))
+    frozen = nn.Linear(3, 1).requires_grad_(False)
+    for model, error, message in (
+        (nn.Linear(3, 1), TypeError, r"must be a Classifier, .* or Regressor, but got"),
+        (Regressor(frozen, 5, 0.3), ValueError, r"no latent site to sample.*bayesianize\(net"),
+        (
+            Regressor(net, 5, 0.3, standardize=data),
+            NotImplementedError,
+            "`standardize` must be None",
+        ),
+        (
+            Classifier(net, 5, class_weights=torch.ones(1)),
+            NotImplementedError,
+            "`class_weights` must be None",
+        ),
+        (
+            make_regressor(nn.Linear(3, 1), dist.Gumbel(0.0, 1.0)),
+            NotImplementedError,
+            r"site 'net\.weight' is a Gumbel, .* Supported are Beta, .*Uniform",
+        ),
+        (
+            Regressor(by_hand, NUM_DATA, 0.3),
+            NotImplementedError,
+            r"site 'net\.weight' is a function of its modul",
+        ),
+        (
+            Regressor(points, NUM_DATA, 0.3),
+            NotImplementedError,
+            r"module 'net\.1' \(LayerNorm\) has point estimates, \['weight', 'bias'\].*freeze",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            to_numpyro(model)
+
+
+@pytest.mark.parametrize("missing", ["numpyro", "jax"])
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    message = r'cannot be imported.*pip install "pyro-structvi\[reference\]"'
+    monkeypatch.delattr(pyro_structvi.reference, "nuts")
+    importlib.reload(pyro_structvi.reference)
+    with pytest.raises(ImportError, match=message):
+        _ = pyro_structvi.reference.nuts
+
+
+def test_what_is_translated_has_moments_too():
+    """The two tables have nothing in common but names: a function is added to both."""
+    inside_of_graphs = {"getattr", "size", "linear"}  # attributes, and what is read as a map
+    assert {*jax_net._FUNCTIONS} - {*RULES, *NONLINEARITIES} == inside_of_graphs

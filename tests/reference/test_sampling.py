@@ -1,4 +1,4 @@
-"""Draws of NUTS: what they are, how they are made and kept."""
+"""Draws of NUTS: what they are, how they are made and kept, and arguments."""
 
 import copy
 import os
@@ -10,22 +10,31 @@ import textwrap
 import jax
 import numpy as np
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS, init_to_median
 from pyro.infer import Predictive
+from scipy.stats import norm
 from torch import nn
 
-from pyro_structvi import Regressor, bayesianize
+from pyro_structvi import Classifier, FanIn, Regressor, bayesianize
 from pyro_structvi.reference import DivergenceWarning, NUTSDraws, nuts, sampling, to_numpyro
-from tests.reference.sampled_models import (
-    NUM_CHAINS,
-    NUM_DATA,
-    NUM_SAMPLES,
-    TINY,
-    make_data,
-    make_model,
-)
+
+NUM_DATA, NUM_CHAINS, NUM_SAMPLES = 12, 2, 20
+TINY = {"num_warmup": 15, "num_samples": NUM_SAMPLES, "num_chains": NUM_CHAINS, "progress": False}
+
+
+def make_data(num_data=NUM_DATA):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_data, 3, generator=generator)
+    return x, x[:, :1] + 0.5 * torch.randn(num_data, 1, generator=generator)
+
+
+def make_model():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return Regressor(bayesianize(net, FanIn()), NUM_DATA, dist.Gamma(4.0, 8.0))
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +89,6 @@ def draws(model, given_chains):
     return nuts(model, x.float(), y.float(), **TINY)
 
 
-@pytest.fixture(scope="module")
-def sampled(model):
-    x, y = make_data()
-    return nuts(model, x.float(), y.float(), **TINY)
-
-
 def split_r_hat(values):
     """Split R-hat of ``(chain, draw, ...)``, written out from its definition."""
     size = values.shape[1] // 2
@@ -99,21 +102,19 @@ def split_r_hat(values):
 # ---- the draws ---------------------------------------------------------------------------------
 
 
-def test_draws_have_names_shapes_dtype_and_chains(model, draws):
-    size = NUM_CHAINS * NUM_SAMPLES
-    assert {name: tuple(value.shape) for name, value in draws.items()} == {
-        "net.0.weight": (size, 4, 3),
-        "net.0.bias": (size, 4),
-        "net.2.weight": (size, 1, 4),
-        "net.2.bias": (size, 1),
-        "noise_scale": (size,),
-    }
-    assert all(value.dtype == torch.float32 for value in draws.values())
-    assert (draws["noise_scale"] > 0).all()
+def test_draws_are_those_of_the_chains(chains, draws):
+    assert draws.keys() == chains.keys()
     assert draws.num_chains == NUM_CHAINS
     assert isinstance(draws.divergences, int)
-    second_chain = draws.grouped()["net.0.weight"][1]
-    assert np.array_equal(second_chain, draws["net.0.weight"][NUM_SAMPLES:].numpy())
+    for other in (draws, copy.copy(draws), pickle.loads(pickle.dumps(draws))):
+        assert type(other) is NUTSDraws
+        for name, value in other.grouped().items():
+            assert draws[name].dtype == torch.float32
+            np.testing.assert_array_equal(value, chains[name].astype(np.float32))
+            np.testing.assert_array_equal(draws[name], value.reshape(-1, *value.shape[2:]))
+        for name, value in vars(draws).items():
+            np.testing.assert_equal(vars(other)[name], value)
+    assert jax.numpy.zeros(()).dtype == np.float32, "JAX's default precision is unchanged"
 
 
 def test_r_hats_are_those_of_function_values_and_of_weights(model, draws):
@@ -124,11 +125,6 @@ def test_r_hats_are_those_of_function_values_and_of_weights(model, draws):
     assert draws.r_hat == pytest.approx(split_r_hat(values).max(), rel=1e-3)
     weight_r_hats = [split_r_hat(value).max() for value in draws.grouped().values()]
     assert draws.weight_r_hat == pytest.approx(max(weight_r_hats), rel=1e-3)
-
-
-def test_draws_are_those_of_the_chains(chains, draws):
-    for name, value in draws.grouped().items():
-        np.testing.assert_array_equal(value, chains[name].astype(np.float32))
 
 
 def test_given_divergences_are_counted_and_warned_of(model, given_chains, monkeypatch):
@@ -160,50 +156,14 @@ def test_statistics_are_the_samplers_under_arviz_names(draws):
         np.testing.assert_array_equal(value, expected[name])
 
 
-def test_draws_are_copied_and_pickled_whole(draws):
-    for other in (copy.copy(draws), pickle.loads(pickle.dumps(draws))):
-        assert type(other) is NUTSDraws
-        for name, value in vars(draws).items():
-            np.testing.assert_equal(vars(other)[name], value)
-        assert all(torch.equal(other[name], value) for name, value in draws.items())
-
-
-def test_default_precision_of_jax_is_unchanged(draws):
-    assert jax.numpy.zeros(()).dtype == np.float32
-
-
-@pytest.mark.slow
-def test_values_that_do_not_move_are_left_out_of_r_hat():
-    model = Regressor(bayesianize(nn.Linear(1, 1, bias=False), 1.0), 3, 1.0)
-    x = torch.tensor([[0.0], [0.0], [1.0]])
-    one_chain = nuts(model, x, x, **(TINY | {"num_chains": 1}))
-    weights = one_chain.grouped()["net.weight"]
-    assert one_chain.r_hat == pytest.approx(split_r_hat(weights).max(), rel=1e-3)
-
-
-@pytest.mark.slow
-def test_another_seed_gives_other_draws_and_a_bar_is_shown(model, sampled, monkeypatch, capfd):
-    # NumPyro shows no bar where it finds these.
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    x, y = (value.float() for value in make_data())
-    other = nuts(model, x, y, **(TINY | {"progress": True}), seed=1)
-    assert "sample" in capfd.readouterr().err
-    assert not any(torch.equal(other[name], value) for name, value in sampled.items())
-
-
 @pytest.mark.slow
 def test_draws_are_those_of_numpyro_in_float64():
     model = make_model()
     x, y = make_data()
-    found = nuts(model, x, y, **TINY, target_accept_prob=0.9, max_tree_depth=5, seed=3)
+    options = {"target_accept_prob": 0.9, "max_tree_depth": 5}
+    found = nuts(model, x, y, **TINY, **options, seed=3)
     with jax.enable_x64(True):
-        kernel = NUTS(
-            to_numpyro(model),
-            target_accept_prob=0.9,
-            max_tree_depth=5,
-            init_strategy=init_to_median,
-        )
+        kernel = NUTS(to_numpyro(model), init_strategy=init_to_median, **options)
         with pytest.warns(UserWarning, match="not enough devices"):
             mcmc = MCMC(kernel, num_warmup=15, num_samples=20, num_chains=2, progress_bar=False)
         mcmc.run(jax.random.PRNGKey(3), x.numpy(), y.numpy())
@@ -260,3 +220,114 @@ def test_chains_run_in_parallel_where_there_are_devices():
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def assert_means(samples, expected, count):
+    """Test that series ``(chain, draw, k)`` have the given means; false alarm 1e-6 in ``count``."""
+    size = samples.shape[0] * samples.shape[1]
+    effective = np.minimum(effective_sample_size(samples), size)
+    assert (effective > 200).all()
+    error = samples.std((0, 1)) / np.sqrt(effective)
+    z_values = (samples.mean((0, 1)) - expected) / error
+    assert np.abs(z_values).max() < norm.isf(0.5e-6 / count)
+
+
+# ---- the posterior -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_posterior_of_a_linear_regression_is_the_closed_form():
+    x, y = make_data(40)
+    prior = {"weight": torch.tensor([0.5, 1.0, 2.0]), "bias": 0.3}
+    model = Regressor(bayesianize(nn.Linear(3, 1), prior), 40, 0.5)
+    draws = nuts(model, x, y, num_samples=1000, progress=False)
+    design = np.column_stack([x.numpy(), np.ones(40)])
+    precision = design.T @ design / 0.25 + np.diag(1 / np.array([0.5, 1, 2, 0.3]) ** 2)
+    mean = np.linalg.solve(precision, design.T @ y.numpy()[:, 0] / 0.25)
+    arrays = draws.grouped()
+    samples = np.concatenate([arrays["net.weight"][:, :, 0], arrays["net.bias"]], axis=-1)
+    # White under the posterior: means 0, products of two coordinates 0, squares 1.
+    white = (samples - mean) @ np.linalg.cholesky(precision)
+    rows, columns = np.tril_indices(4)
+    products = white[..., rows] * white[..., columns]
+    assert_means(white, 0.0, count=14)
+    assert_means(products, (rows == columns).astype(float), count=14)
+    assert draws.divergences == 0
+    assert draws.r_hat < 1.02
+
+
+@pytest.mark.slow
+def test_the_posterior_of_a_classifier_is_that_of_a_grid():
+    x = torch.tensor([[-1.0], [0.5], [1.0], [2.0]])
+    y = torch.tensor([0, 1, 1, 0])
+    model = Classifier(bayesianize(nn.Linear(1, 2, bias=False), 1.5), 4)
+    draws = nuts(model, x, y, num_samples=1000, progress=False)
+    axis = torch.linspace(-10, 10, 801)
+    grid = torch.cartesian_prod(axis, axis)
+    log_joint = -0.5 * (grid**2).sum(-1) / 1.5**2
+    logits = x * grid[:, None, :]
+    log_joint += logits.log_softmax(-1).gather(-1, y.expand(len(grid), 4)[..., None]).sum((1, 2))
+    density = log_joint.softmax(0)
+    first, second = grid.T
+    moments = [(density * term).sum().item() for term in (first, second, first**2, first * second)]
+    w1, w2 = np.moveaxis(draws.grouped()["net.weight"][..., 0], -1, 0)
+    assert_means(np.stack([w1, w2, w1**2, w1 * w2], axis=-1), np.array(moments), count=4)
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_number_of_examples_is_that_of_the_data_where_it_is_not_given():
+    draws = []
+    for num_data in (None, NUM_DATA):
+        torch.manual_seed(0)
+        model = Regressor(bayesianize(nn.Linear(3, 1), prior=1.0), num_data, 0.5)
+        draws.append(nuts(model, *make_data(), num_warmup=80, num_samples=4, progress=False))
+        assert model.num_data == NUM_DATA
+    assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
+
+
+def test_a_part_of_the_data_and_too_few_draws_are_refused(model):
+    x, y = make_data()
+    message = "must hold all 12 training examples .*but got 5: a sampler needs all the data"
+    with pytest.raises(ValueError, match=message):
+        nuts(model, x[:5], y[:5])
+    with pytest.raises(ValueError, match=r"`num_samples` must be at least 4, .*but got 3"):
+        nuts(model, x, y, num_samples=3)
+    with pytest.raises(ValueError, match=r"`y` must have shape that of the net's output = \(12, 1"):
+        nuts(model, x.float(), y[:, 0].float())
+
+
+class OverriddenInput(Regressor):
+    def forward(self, x, y=None):
+        return super().forward(2 * x, y)
+
+
+class OverriddenSites(Regressor):
+    def forward(self, x, y=None):
+        return super().forward(x + pyro.sample("shift", dist.Normal(0.0, 1.0)), y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            OverriddenInput,
+            "another model: at a draw from the prior the model's log joint is .*an over",
+        ),
+        (OverriddenSites, r"another model: the model's sites are \['shift', 'net\.weight', "),
+    ],
+)
+def test_a_model_that_the_translation_misses_is_refused(kind, message):
+    model = kind(bayesianize(nn.Linear(3, 1), 1.0), NUM_DATA, 0.1)
+    with pytest.raises(NotImplementedError, match=message):
+        nuts(model, *make_data())
+
+
+@pytest.mark.gpu
+def test_draws_are_on_the_device_of_the_model():
+    model = make_model().cuda()
+    x, y = make_data()
+    draws = nuts(model, x.cuda(), y.cuda(), **TINY)
+    assert all(value.is_cuda for value in draws.values())
