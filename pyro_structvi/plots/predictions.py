@@ -1,6 +1,6 @@
 """Figures of predictions: bands, reliability of class probabilities, coverage of intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ from pyro_structvi.plots.figures import (
     Values,
     add_labels,
     add_legend,
+    by_label,
     check_as_many,
     check_shares,
+    curve_style,
     make_axes,
     real_array,
 )
@@ -208,7 +210,7 @@ def _draw_diagonal(ax: Axes) -> None:
 @checked
 def plot_coverage(
     levels: Values,
-    coverage: Values,
+    coverage: Values | Mapping[str, Values],
     ax: Axes | None = None,
     label: str | None = None,
     num_examples: Count | None = None,
@@ -221,9 +223,10 @@ def plot_coverage(
 
     Args:
         levels: Probabilities of the intervals ``(L,)``, from 0 to 1.
-        coverage: Shares of targets inside ``(L,)``, from 0 to 1.
+        coverage: Shares of targets inside ``(L,)``, from 0 to 1; or several curves at the same
+            levels, by label.
         ax: Axes of the drawing; a new figure when None.
-        label: Name of the curve in the legend.
+        label: Name of a single curve in the legend.
         num_examples: The number N of examples, for the grey band; no band when None.
 
     Raises:
@@ -238,10 +241,12 @@ def plot_coverage(
         Kuleshov, Fenner and Ermon (2018), "Accurate uncertainties for deep learning using
         calibrated regression", section 3.
     """
-    expected, observed = real_array("levels", levels), real_array("coverage", coverage)
-    check_as_many("levels", expected, "coverage", observed)
+    expected = real_array("levels", levels)
     check_shares("levels", expected)
-    check_shares("coverage", observed)
+    curves = by_label("coverage", coverage, label)
+    for name, values in curves.values():
+        check_as_many("levels", expected, name, values)
+        check_shares(name, values)
     ax = make_axes(ax, 5.2, 3.8)
     if num_examples is not None:
         line = np.linspace(0, 1, 101)
@@ -250,7 +255,8 @@ def plot_coverage(
         name = f"2 standard errors\nof {num_examples} examples"
         ax.fill_between(line, low, high, color="0.85", linewidth=0, label=name)
     _draw_diagonal(ax)
-    ax.plot(expected, observed, color=BLUE, marker="o", markersize=4, label=label)
+    for index, (title, (_, values)) in enumerate(curves.items()):
+        ax.plot(expected, values, marker="o", markersize=4, label=title, **curve_style(index))
     add_labels(ax, "expected coverage", "observed coverage")
     add_legend(ax)
     return ax

@@ -122,6 +122,8 @@ class BernoulliDropout(WeightDistribution):
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
         """Draw outputs, or the weight if its input channels differ from the map's."""
         fits = self.input_dim == 1 and self.groups in (1, linear_map.groups)
+        # Flattened filters have several inputs for each channel.
+        fits = fits and x.shape[linear_map.channel_dim] == self.event_shape[1] * linear_map.groups
         return ("outputs", "weight") if fits else ("weight",)
 
     @property
@@ -185,8 +187,9 @@ class BernoulliDropout(WeightDistribution):
         if "outputs" not in self.ways_to_apply(linear_map, x):
             raise ValueError(
                 f"The map must have dimension 1 of the weight as inputs and {self.groups} groups, but "
-                f"the weight drops dimension {self.input_dim}, and the map has {linear_map.groups} "
-                "groups. Apply a draw of the weight, from `rsample()`."
+                f"the weight {tuple(self.event_shape)} drops dimension {self.input_dim}, and the map "
+                f"has {x.shape[linear_map.channel_dim]} inputs in {linear_map.groups} groups. Apply a "
+                "draw of the weight, from `rsample()`."
             )
         return _DropoutOutputs(self, linear_map, x, *bias_moments(bias))
 

@@ -153,3 +153,21 @@ def test_vectors_and_batches_are_refused():
         make((3,))
     with pytest.raises(NotImplementedError, match="no batches"):
         make((4, 3)).expand((2,))
+
+
+def test_flattened_filters_have_the_dense_variance_and_no_image():
+    """One mask drops all inputs of a channel, which are several of a flattened filter."""
+    q = BernoulliDropout(torch.randn(2, 3, 2), 0.4)
+    x = torch.randn(5, 6)
+    exact = torch.stack([x @ each @ x.mT for each in blocks_of_outputs(q)]).diagonal(dim1=1, dim2=2)
+    found = q.image_variance(DenseMap(positions=False), x, x @ q.as_matrix(q.loc).mT)
+    torch.testing.assert_close(found, exact.mT)
+    with pytest.raises(ValueError, match=r"weight \(2, 3, 2\) .* 6 inputs in 1 groups"):
+        q.image(x)
+
+
+def blocks_of_outputs(q):
+    """Return the covariance of each row of the weight as a matrix, ``(out, in, in)``."""
+    out = q.event_shape[0]
+    covariance = q.covariance_matrix.unflatten(0, (out, -1)).unflatten(-1, (out, -1))
+    return torch.stack([covariance[i, :, i] for i in range(out)])

@@ -6,12 +6,12 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from pyro_structvi.nn.classifiers import PaddedCategorical
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer.data_warnings import NumDataWarning
+from pyro_structvi.nn.likelihood import PaddedCategorical
 
 
 def log_likelihood(model, values, x, y):

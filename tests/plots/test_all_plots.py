@@ -76,7 +76,11 @@ WRONG = (
 )
 
 
-def test_other_values_are_refused():
+def test_other_values_and_mappings_are_refused():
     for values, message in WRONG:
         with pytest.raises(ValueError, match=message):
             plots.plot_coverage(values, [0.5])
+    with pytest.raises(ValueError, match="`label` must be None where `coverage` is a mapping"):
+        plots.plot_coverage([0.5], {"guide": [0.4]}, label="guide")
+    with pytest.raises(ValueError, match="`coverage` must hold at least one entry, but is empty"):
+        plots.plot_coverage([0.5], {})

@@ -94,7 +94,7 @@ def test_coverage_over_its_level_with_two_standard_errors():
     ("levels", "coverage", "message"),
     [
         ([50.0], [0.4], "`levels` must hold shares from 0 to 1"),
-        ([0.5], [1.1], "`coverage` must hold shares from 0 to 1"),
+        ([0.5], {"a": [1.1]}, r"`coverage\['a'\]` must hold shares from 0 to 1"),
         ([0.5], [0.4, 0.5], "`levels` and `coverage` must have as many values"),
     ],
 )
