@@ -184,6 +184,11 @@ class MixtureGuide(StructuredGuide):
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
         self._initialize_if_needed(args, kwargs)
+        if not are_plain(self.parameters()):
+            raise NotImplementedError(
+                "A mixture stacks the parameters of its members, so they cannot be sharded. Train each "
+                "member by itself, as by `StructuredELBO()(model, guide.members[0])`."
+            )
         declare_parameters(self)
         return JointMixture(self)
 

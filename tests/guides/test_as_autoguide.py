@@ -204,7 +204,6 @@ TRACED = GUIDES | {
         model, (2, 2), "ensemble", **options
     )
 }
-EXPANDED = [(name, "net") for name in (*NORMAL, "points")]
 
 
 @pytest.mark.parametrize(
