@@ -89,6 +89,7 @@ class ScaleMixtureNormal(TorchDistribution):
         """Return the log density, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
             check_value(value, "scales", self.scales, self.batch_shape, torch.Size())
+        value = value.expand(torch.broadcast_shapes(value.shape, self.batch_shape))
         scales, probs = self._components
         exponents = -0.5 * (value.unsqueeze(-1) / scales).square()
         logs = exponents + (probs / scales).log()

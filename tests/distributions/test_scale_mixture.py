@@ -110,3 +110,8 @@ def test_every_guide_samples_the_kl_and_says_so_once(guide_name):
     assert all(torch.isfinite(p.grad).all() for p in guide.parameters() if p.grad is not None)
     said = [warning.category for warning in caught]
     assert said == ([] if guide_name == "points" else [SampledKLWarning])
+
+
+def test_a_number_has_a_density_for_each_element():
+    q = ScaleMixtureNormal(torch.tensor([1.0, 0.1]), torch.tensor([0.5, 0.5])).expand((6,))
+    torch.testing.assert_close(q.log_prob(torch.tensor(0.2)), q.log_prob(torch.full((6,), 0.2)))
