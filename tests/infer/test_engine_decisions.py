@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import pyro
 import pytest
+import torch
 
 import pyro_structvi as ps
 from pyro_structvi.infer.steps import engines
 from pyro_structvi.infer.steps.compiled import CompiledStep, EagerStep, NotCompiledError
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.recording import Record
 from pyro_structvi.infer.steps.replayed import ReplayedStep
+from pyro_structvi.infer.steps.step import Loss
 from tests.infer.test_engines import ways
-from tests.infer.test_training import make
+from tests.infer.test_training import make, snapshot
 
 
 class Timed:
@@ -137,3 +141,36 @@ def test_a_fit_that_compiles_is_that_with_eager_steps(monkeypatch):
         elbos.append(history.elbo)
     assert elbos[1] == pytest.approx(elbos[0], rel=1e-9)
     assert any("compiled" in note for note in history.compilation)
+
+
+def test_a_compiled_record_with_other_numbers_is_refused(monkeypatch):
+    """As those of a compiler that draws in another order; the step that is compared is Python's."""
+    states = []
+    for compiles in (False, True):
+        pyro.set_rng_seed(0)
+        model, guide, data = make()
+        guide.initialize(*data)
+        loss = Loss(model, guide, ps.StructuredELBO())
+        adam = OneOptimizer(torch.optim.Adam(guide.parameters(), fused=True))
+        engine = CompiledStep(loss, adam, backend=None)
+        for _ in range(4):
+            engine(*data)
+        if compiles:
+            (step,) = engine.kinds.values()
+            monkeypatch.setattr(Record, "compile", compile_wrongly)
+            step.compile("inductor")
+        engine(*data)
+        states.append(snapshot(guide))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    with pytest.raises(RuntimeError, match="traced, its numbers differ from Python's"):
+        engine(*data)
+
+
+def compile_wrongly(record, backend, inputs):
+    run = record._run
+
+    def wrong(*tensors):
+        numbers, *others = run(*tensors)
+        return 1.1 * numbers, *others
+
+    record._run = wrong
