@@ -404,9 +404,9 @@ class AutoLowRankLRT(StructuredGuide):
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         rank: The number K of directions.
-        diagonal: The diagonal part, as for :class:`LowRank`, like ``diagonal_variance`` and ``alpha``.
-        diagonal_variance: As above.
-        alpha: As above.
+        diagonal: The diagonal part, as for :class:`LowRank`.
+        diagonal_variance: A fixed variance of the diagonal part, as for :class:`LowRank`.
+        alpha: The factor of the low-rank part, as for :class:`LowRank`.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
