@@ -1,5 +1,6 @@
 """Posteriors over weights as models of BoTorch."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -18,6 +19,7 @@ from pyro_structvi._checks import Count, Positive, Program, check_shape, checked
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer import fit
 from pyro_structvi.posterior import predict
+from pyro_structvi.posterior.passes import count_draws, spaced
 
 __all__ = ["StructuredModel"]
 
@@ -28,15 +30,16 @@ class StructuredModel(EnsembleModel):
     r"""A fitted posterior as a model of BoTorch, for acquisition functions by Monte Carlo.
 
     The posterior at X is a set of S functions, one for each draw of all weights: joint over all inputs,
-    and the same in each call. Samples are differentiable in X. The guide is sampled once, on its device.
+    and the same in each call. Samples are differentiable in X. A guide is sampled once, on its device.
 
     Args:
         model: The model, such as a :class:`~pyro_structvi.Regressor` of the mean of outcomes ``(n, m)``.
             Its argument ``standardize=(x, y)`` scales inputs and outcomes.
-        guide: The fitted guide.
+        posterior: The fitted guide, or draws by site ``(draws, *shape)``, such as the result of
+            :func:`~pyro_structvi.reference.mclmc`.
         data: The inputs ``(n, d)`` and outcomes ``(n, m)``, before any transform of BoTorch's.
-        num_draws: The number S of draws; each member once for an ensemble of points when None, and 128
-            for other guides.
+        num_draws: The number S of draws, evenly spaced ones if they are given. When None, all given
+            draws, each member once of an ensemble of points, and 128 draws of other guides.
         input_transform: BoTorch's transform of inputs, if the guide was fitted to transformed inputs.
         outcome_transform: Likewise for outcomes, after it has seen those of the fit. Functions are
             transformed back.
@@ -45,7 +48,7 @@ class StructuredModel(EnsembleModel):
         draws: The draws, ``(S, *shape)`` by site.
 
     Raises:
-        ValueError: If the lengths of the data differ.
+        ValueError: If the lengths of the data differ, or fewer draws than ``num_draws`` are given.
 
     Example:
         >>> from botorch.acquisition import qLogExpectedImprovement
@@ -72,7 +75,7 @@ class StructuredModel(EnsembleModel):
     def __init__(
         self,
         model: Program,
-        guide: StructuredGuide,
+        posterior: StructuredGuide | Mapping[str, Tensor],
         data: tuple[Tensor, Tensor],
         num_draws: Count | None = None,
         *,
@@ -86,16 +89,12 @@ class StructuredModel(EnsembleModel):
                 f"{tuple(x.shape)} and {tuple(y.shape)}. Write `y.unsqueeze(-1)` for one outcome."
             )
         check_shape("data[1]", y, (len(x), y.shape[-1]), "that of the inputs")
-        is_whole = guide.is_of_points and num_draws is None
-        super().__init__(guide.weights.clone() if is_whole else None)
-        self.model, self.guide, self.data = model, guide, (x, y)
+        draws, weights = _draws_of(posterior, num_draws)
+        super().__init__(weights)
+        self.guide = None if isinstance(posterior, Mapping) else posterior
+        self.model, self.data = model, (x, y)
         self.train_inputs = (x,)
         self._num_outputs = y.shape[-1]
-        if is_whole:
-            members = [member.draw() for member in guide.members]
-            draws = {name: torch.stack([each[name] for each in members]) for name in members[0]}
-        else:
-            draws = guide.joint_posterior().draw_many(range(num_draws or DEFAULT_DRAWS))
         self.draws = {name: each.detach() for name, each in draws.items()}
         self.num_draws = len(next(iter(self.draws.values())))
         self._given_draws = num_draws
@@ -184,8 +183,14 @@ class StructuredModel(EnsembleModel):
             **kwargs: Further arguments of ``fit``.
 
         Raises:
+            TypeError: If this is a model of draws, without a guide.
             ValueError: If shapes do not fit the data of this model.
         """
+        if self.guide is None:
+            raise TypeError(
+                "A model of draws has no guide to fit to new data, so sample again and write "
+                "`StructuredModel(model, draws, data)`."
+            )
         x, y = self.data
         check_shape("X", X, (len(X), x.shape[-1]), "that of new inputs")
         check_shape("Y", Y, (len(X), y.shape[-1]), "that of new outcomes")
@@ -206,3 +211,22 @@ class StructuredModel(EnsembleModel):
             input_transform=deepcopy(getattr(self, "input_transform", None)),
             outcome_transform=deepcopy(getattr(self, "outcome_transform", None)),
         )
+
+
+def _draws_of(
+    posterior: StructuredGuide | Mapping[str, Tensor], num_draws: int | None
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return draws by site, and their weights if they are the members of an ensemble of points."""
+    if isinstance(posterior, Mapping):
+        available = count_draws(posterior, None)
+        if (num_draws or 0) > available:
+            raise ValueError(
+                f"`num_draws` must be at most the {available} given draws, but got {num_draws}."
+            )
+        chosen = spaced(available, num_draws or available)
+        return {name: values[chosen] for name, values in posterior.items()}, None
+    if posterior.is_of_points and num_draws is None:
+        members = [member.draw() for member in posterior.members]
+        draws = {name: torch.stack([each[name] for each in members]) for name in members[0]}
+        return draws, posterior.weights.clone()
+    return posterior.joint_posterior().draw_many(range(num_draws or DEFAULT_DRAWS)), None

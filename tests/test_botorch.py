@@ -102,6 +102,19 @@ def test_an_ensemble_of_points_has_its_members_and_weights():
     assert make(num_draws=None).num_draws == 128
 
 
+def test_given_draws_are_the_functions():
+    model, x = make(), torch.rand(3, 2)
+    given = StructuredModel(model.model, model.draws, model.data)
+    assert torch.equal(given.posterior(x).values, model.posterior(x).values)
+    some = StructuredModel(model.model, model.draws, model.data, num_draws=3)
+    expected = model.posterior(x).values[[0, 2, 5]]  # evenly spaced
+    torch.testing.assert_close(some.posterior(x).values, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="`num_draws` must be at most the 6 given draws"):
+        StructuredModel(model.model, model.draws, model.data, num_draws=7)
+    with pytest.raises(TypeError, match="A model of draws has no guide"):
+        given.condition_on_observations(x, torch.rand(3, 1))
+
+
 def test_candidates_are_found_by_gradients():
     model = make()
     improvement = qLogExpectedImprovement(model, best_f=model.data[1].max())
