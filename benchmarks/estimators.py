@@ -111,25 +111,28 @@ def xgboost(x: Any, y: Any, test_x: Any, test_y: Any, is_quick: bool) -> Score:
     return trees.fit(x, y).predict(test_x), None
 
 
-def bde(x: Any, y: Any, test_x: Any, test_y: Any, is_quick: bool) -> Score:
-    """The estimator of Bayesian deep ensembles by microcanonical Langevin chains in JAX."""
-    from bde import BdeRegressor
+def bde(times: int) -> Callable[..., Score]:
+    """Return the method of Bayesian deep ensembles by microcanonical Langevin chains in JAX."""
 
-    steps = (20, 20, 4) if is_quick else (1000, 5000, 1000)
-    epochs, warmup, draws = steps
-    estimator = BdeRegressor(
-        n_members=10,
-        hidden_layers=[16, 16, 16, 16],
-        epochs=epochs,
-        patience=20,
-        warmup_steps=warmup,
-        n_samples=draws,
-        n_thinning=10,
-    ).fit(x, y)
-    raw = np.asarray(estimator.predict(test_x, raw=True), np.float64)
-    mean, free = raw[..., 0].reshape(-1, len(test_x)), raw[..., 1].reshape(-1, len(test_x))
-    densities = norm.logpdf(test_y, mean, np.logaddexp(0, free) + 1e-6)
-    return mean.mean(0), np.logaddexp.reduce(densities, 0) - math.log(len(densities))
+    def method(x: Any, y: Any, test_x: Any, test_y: Any, is_quick: bool) -> Score:
+        from bde import BdeRegressor
+
+        epochs, warmup, thinning = (20, 20, 1) if is_quick else (1000, 5000 * times, 10 * times)
+        estimator = BdeRegressor(
+            n_members=10,
+            hidden_layers=[16, 16, 16, 16],
+            epochs=epochs,
+            patience=20,
+            warmup_steps=warmup,
+            n_samples=thinning * (4 if is_quick else 100),
+            n_thinning=thinning,
+        ).fit(x, y)
+        raw = np.asarray(estimator.predict(test_x, raw=True), np.float64)
+        mean, free = (raw[..., column].reshape(-1, len(test_x)) for column in (0, 1))
+        densities = norm.logpdf(test_y, mean, np.logaddexp(0, free) + 1e-6)
+        return mean.mean(0), np.logaddexp.reduce(densities, 0) - math.log(len(densities))
+
+    return method
 
 
 METHODS: dict[str, Callable[..., Score]] = {
@@ -140,7 +143,8 @@ METHODS: dict[str, Callable[..., Score]] = {
     "deep ensemble": bayesian_mlp((50, 50), activation="relu", refine=False),
     "Gaussian process": gaussian_process,
     "XGBoost": xgboost,
-    "bde": bde,
+    "bde": bde(1),
+    "bde, 4 times the steps": bde(4),
 }
 OWN = ("chains", "points", "mixture", "matrix normal", "deep ensemble", "Gaussian process")
 
