@@ -15,7 +15,7 @@ net "LSTM" predicts the class of a text, and "GPT" the next token.
 Guides are trained by ``fit`` with its default optimizer, the rate of ``--lr``, the KL weight of
 ``--kl-weight`` and the initial standard deviation of ``--init-scale``; "from AdamW" always has the rate
 0.03 in the second half of the epochs. "AdamW" has the rate 0.001 unless its name has another, and "IVON"
-(``pip install ivon-opt``) 0.2 with the initial Hessian 0.1, or 0.1 with 0.5; both fall along a cosine.
+(``pip install ivon-opt``) 0.2 and the initial Hessian 0.1, or as its name has; both fall along a cosine.
 What the file of results has is not measured again; give ``--quick`` a file of its own.
 """
 
@@ -161,6 +161,7 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
     "AdamW, rate 0.004": partial(by_adamw, lr=4e-3),
     "IVON": by_ivon,
     "IVON, rate 0.1": partial(by_ivon, lr=0.1, hessian=0.5),
+    "IVON, Hessian 0.5": partial(by_ivon, hessian=0.5),
     "point": by_guide(ps.MAPGuide),
     "ensemble of 5": by_guide(partial(ps.EnsembleGuide, vectorize=False)),
     "mean field": by_guide(partial(ps.MeanFieldGuide, local_reparam="exact")),
