@@ -239,10 +239,22 @@ def choose_families(
     return chosen
 
 
-def has_own_pattern(bias: str, weight: str, patterns: Iterable[str]) -> bool:
-    """Whether the first pattern that matches a bias does not match its weight: they stay apart then."""
-    first = next((pattern for pattern in patterns if matches(bias, pattern)), None)
-    return first is not None and not matches(weight, first)
+def joins_with(
+    site: LatentSite,
+    family: Family | None,
+    sites: Mapping[str, LatentSite],
+    patterns: Iterable[str] = (),
+) -> str:
+    """Return the name of the bias to join with a weight, or "" for none; see :class:`MatrixFamily`."""
+    if not (isinstance(family, MatrixFamily) and family.join_bias and len(site.shape) >= 2):
+        return ""
+    module, _, attribute = site.name.rpartition(".")
+    name = f"{module}.".lstrip(".") + attribute.replace("weight", "bias")
+    bias = sites.get(name)
+    if bias is None or not bias.is_real or bias.is_batch or bias.shape != site.shape[:1]:
+        return ""
+    pattern = next((pattern for pattern in patterns if matches(name, pattern)), "*")
+    return name if matches(site.name, pattern) and family.fits(site.join_bias(bias)) else ""
 
 
 def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family | None:

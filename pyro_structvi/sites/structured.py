@@ -1,6 +1,6 @@
 """A guide with a family for each latent site of a model."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import pyro.poutine as poutine
@@ -20,7 +20,7 @@ from pyro_structvi.sites.family import (
     InitLocFn,
     check_patterns,
     choose_families,
-    has_own_pattern,
+    joins_with,
 )
 from pyro_structvi.sites.finding import (
     FoundSite,
@@ -38,10 +38,8 @@ from pyro_structvi.sites.site_posterior import (
     Coupling,
     JointPosterior,
     SitePosterior,
-    check_joined,
     check_no_plates_around,
     couple_families,
-    joins_with,
     module_key,
 )
 from pyro_structvi.weights.site_role import LocalReparam, SiteUse
@@ -193,28 +191,7 @@ class StructuredGuide(OwningAutoGuide):
             shapes = {name: each.site.shape for name, each in found.items()}
             new = [name for name in local if self[name].site.shape != shapes.get(name)]
             warn_of_local_latents([name for name in local if name not in new], new)
-        return self._sample_sites(joint, None, new, args, kwargs)
-
-    def in_pass(
-        self, joint: JointPosterior, number: Tensor | int | None
-    ) -> Callable[..., dict[str, Tensor]]:
-        """Return a function that samples every site from the distributions of :meth:`begin_pass`.
-
-        The ``number`` of the pass selects a member of a mixture; None for any.
-        """
-        return lambda *args, **kwargs: self._sample_sites(joint, number, (), args, kwargs)
-
-    def _sample_sites(
-        self,
-        joint: JointPosterior,
-        number: Tensor | int | None,
-        left_out: Collection[str],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> dict[str, Tensor]:
-        sites = (self[name].site for name in self._uses if name not in left_out)
-        plates = self.make_plates((plate for site in sites for plate in site.plates), args, kwargs)
-        return joint.sample(plates, number, left_out)
+        return joint.program(left_out=new)(*args, **kwargs)
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
         """Declare the parameters to Pyro, and return the distributions for all passes of a step."""
@@ -233,7 +210,8 @@ class StructuredGuide(OwningAutoGuide):
                 "The guide knows no latent site yet, since its model declares none before it runs. "
                 "Train it, or call `guide.initialize(...)` with the model's arguments, first."
             )
-        return JointPosterior([*self._own_posteriors()], [*self._couplings()], self._uses)
+        own, couplings = [*self._own_posteriors()], [*self._couplings()]
+        return JointPosterior(own, couplings, self._uses, self.make_plates)
 
     def all_posteriors(self) -> Iterator[SitePosterior]:
         """Return the posteriors of sites and couplings, which hold the parameters."""
@@ -330,15 +308,19 @@ class StructuredGuide(OwningAutoGuide):
     @torch.no_grad()
     def _adopt(self, found: dict[str, FoundSite]) -> None:
         """Make posteriors for new sites; nothing changes on an error."""
-        check_joined(found, self._weight_of)
+        for bias, weight in self._weight_of.items():
+            if (bias in found) != (weight in found):
+                raise ValueError(
+                    f"The weight '{weight}' is joined with its bias '{bias}', but the model samples "
+                    "only one of them. Give it a family with `join_bias=False`."
+                )
         sites = {name: item.site for name, item in found.items()}
         new = {name: site for name, site in sites.items() if name not in self}
         chosen = choose_families(new, self.families)
         weight_of = self._weight_of | {
             bias: name
             for name, family in chosen.items()
-            if (bias := joins_with(sites[name], family, sites)) in chosen
-            and not has_own_pattern(bias, name, self.families)
+            if (bias := joins_with(sites[name], family, sites, self.families)) in chosen
         }
         for bias, weight in weight_of.items():
             if weight in sites:
