@@ -37,9 +37,9 @@ def save(
 ) -> None:
     """Write a fitted posterior to a file of safetensors, with all that :func:`load` needs.
 
-    The file has the state dicts of guide and model, such as running statistics and trained noise. Its
-    header has the class of the guide, the families of sites with their options, and the versions of
-    packages. A file that exists is replaced in one step.
+    The file has the state dicts of guide and model, and in its header the class of the guide, the
+    families of sites with their options, and the versions of packages. A file that exists is replaced in
+    one step.
 
     Args:
         path: The path of the file.
@@ -94,8 +94,7 @@ def load(
 ) -> StructuredGuide:
     """Read a file of :func:`save`: return its guide, and give the model its state.
 
-    Nothing in a file is run as code. Files of any version of this package with the same format can be
-    read. Everything is compared before a parameter changes.
+    Nothing in a file is run as code, and everything is compared before a parameter changes.
 
     Args:
         path: The path of the file.
@@ -104,8 +103,7 @@ def load(
             needs a model that declares its sites, as ``bayesianize`` does.
 
     Returns:
-        The guide. A guide of a class of the user's has the nearest class of this package, unless it is
-        passed as ``guide``.
+        The guide. Without ``guide`` one of a user's class has the nearest class of this package.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -114,15 +112,7 @@ def load(
         RuntimeError: If ``guide`` has families of other classes or options.
 
     Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> from pyro_structvi import Classifier, MatrixNormalGuide, bayesianize, predict
-        >>> model = Classifier(bayesianize(nn.Linear(3, 2), prior=1.0), num_data=10)
-        >>> guide = MatrixNormalGuide(model)  # to be fitted
-        >>> with TemporaryDirectory() as folder:
-        ...     save(f"{folder}/posterior.safetensors", model, guide)
-        ...     loaded = load(f"{folder}/posterior.safetensors", model)
-        >>> predict(model, loaded, torch.randn(5, 3)).mean.shape
-        torch.Size([5, 2])
+        See :func:`save`.
     """
     devices = (own.device for own in _state_of("model", model).values() if not own.is_meta)
     header, tensors = _read(Path(path), next(devices, torch.device("cpu")))

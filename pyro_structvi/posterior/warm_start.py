@@ -22,10 +22,9 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     """Return a copy of a fitted mean-field guide with k-tied standard deviations.
 
     Every weight with the family ``MeanField`` gets ``KTied(rank)`` with the same means and the factors
-    of :func:`tie_scales`. All other sites keep their posteriors. The rank is large enough if ELBO and
-    predictions hardly change; ``diagnostics.spectra`` suggests one. The paper sets negative entries of a
-    truncated singular value decomposition to a small constant; positive factors keep the rank, and are
-    the same for rank 1.
+    of :func:`tie_scales`; other sites keep their posteriors. ``diagnostics.spectra`` suggests a rank. The
+    paper sets negative entries of a truncated singular value decomposition to a small constant; positive
+    factors keep the rank, and are the same for rank 1.
 
     Raises:
         ValueError: If no weight has mean field.
@@ -58,9 +57,8 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
 def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> StructuredGuide:
     """Return a copy of a fitted guide with full covariances and the same Gaussian distributions.
 
-    The new guide starts at the ELBO of the fitted guide. A full covariance that starts at independent
-    elements needs many more steps. ``max_memory`` is that of
-    :class:`~pyro_structvi.families.FullCovariance`, in GiB.
+    A full covariance that starts at independent elements needs many more steps. ``max_memory`` is that
+    of :class:`~pyro_structvi.families.FullCovariance`, in GiB.
 
     Raises:
         ValueError: If no site has a Gaussian posterior with another family.
@@ -133,8 +131,7 @@ def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, 
 
     References:
         Lee and Seung (2001), "Algorithms for non-negative matrix factorization"; Boutsidis and
-        Gallopoulos (2008), "SVD based initialization: a head start for nonnegative matrix
-        factorization".
+        Gallopoulos (2008), "SVD based initialization".
     """
     check_positive("scale", scale)
     if scale.dim() != 2 or not scale.numel():
