@@ -1,6 +1,7 @@
 """Scores for choosing the elements of a net that get a posterior."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pyro

@@ -176,8 +176,8 @@ def predict(
         posterior: A guide, or draws by site ``(draws, *shape)``, such as the result of
             ``reference.nuts``.
         *inputs: The model's inputs, each a tensor or a mapping of tensors with the N examples first. Or
-            one ``DataLoader`` or other iterable of mini-batches, inputs or tuples ``(*inputs, y)``, which
-            are all kept in memory.
+            one ``DataLoader`` or other iterable of mini-batches, inputs or tuples ``(*inputs, y)``, all
+            kept in memory.
         num_samples: Number of draws; None for all given draws, or 100 draws of a guide.
         y: Observations for the predictive density.
         batch_size: Inputs in a mini-batch; None for all.

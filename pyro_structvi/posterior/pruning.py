@@ -91,8 +91,8 @@ def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
     The ratios of all weights and vectors with a :class:`~pyro_structvi.families.MeanField` posterior are
     ranked together. Pruned elements have mean and standard deviation zero and no KL, so the bound is a
     bound on the evidence of the smaller model. (A prior without a KL in closed form adds its density at
-    zero, a constant.) The sites' family becomes :class:`~pyro_structvi.families.PrunedMeanField`. Prune a
-    new guide by ``amount=0`` before loading its state.
+    zero, a constant.) The sites' family becomes :class:`~pyro_structvi.families.PrunedMeanField`. Prune
+    a new guide by ``amount=0`` before loading its state.
 
     Args:
         guide: A trained guide with mean-field sites, changed in place.

@@ -48,19 +48,16 @@ from pyro_structvi.weights.site_role import LocalReparam, SiteUse
 class StructuredGuide(OwningAutoGuide):
     r"""A guide with one posterior for each latent site, of the family chosen for it.
 
-    Sites that a module tree declares (``PyroSample``) have parameters from the start, so that a state
-    dict can be loaded before any data was seen. Sites sampled in a function are found by a run of the
-    model, at the first call or by :meth:`initialize`; this run also counts the uses of each weight.
-
-    The guide owns its parameters. Pyro's param store mirrors them under the name of the guide's class,
-    and is never read: save and restore a guide by ``state_dict``.
+    Sites that a module tree declares (``PyroSample``) have parameters from the start. Sites sampled in a
+    function are found by a run of the model, at the first call or by :meth:`initialize`; this run also
+    counts the uses of each weight. The guide owns its parameters, which Pyro's param store only mirrors:
+    save and restore a guide by ``state_dict``.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         families: A family for each pattern of site names, such as ``{"net.0.*": KTied(2), "*":
             MeanField()}``, with wildcards as in a shell. A site has the first matching family that
-            fits it. Other vectors, scalars and constrained sites have mean field; a weight without a
-            family is an error.
+            fits it. Other vectors, scalars and constrained sites have mean field.
         init_scale: The initial standard deviation of each element, in the unconstrained space.
         init_loc_fn: The initial center of a posterior, a function of a site as in
             :mod:`pyro.infer.autoguide.initialization`. By default, and if it returns None, a weight
@@ -78,15 +75,13 @@ class StructuredGuide(OwningAutoGuide):
             a site is discrete.
 
     Example:
-        >>> import pyro
-        >>> from pyro_structvi import Classifier, StructuredELBO, bayesianize
+        >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.families import KTied, MeanField
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> model = Classifier(bayesianize(net, prior=1.0), num_data=20)
         >>> guide = StructuredGuide(model, {"net.0.weight": MeanField(), "*": KTied(rank=2)})
-        >>> svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), StructuredELBO())
-        >>> isinstance(svi.step(torch.randn(20, 4), torch.zeros(20, dtype=torch.long)), float)
-        True
+        >>> guide["net.2.weight"].family
+        KTied(rank=2)
     """
 
     @checked
@@ -130,7 +125,7 @@ class StructuredGuide(OwningAutoGuide):
 
     @property
     def uses(self) -> Mapping[str, SiteUse]:
-        """The uses of each site in the runs of the model by :meth:`initialize`."""
+        """The uses of each site in the runs by :meth:`initialize`."""
         return self._uses
 
     @property
@@ -148,12 +143,11 @@ class StructuredGuide(OwningAutoGuide):
 
         The first call of the guide does this. Call it before to load a state dict into the guide of a
         function, or again with arguments that take another path through the model: the number of uses is
-        the maximum over all runs. Existing parameters are kept. The arguments are the model's,
-        observations included; their values do not matter.
+        the maximum over all runs. The arguments are the model's, observations included; their values do
+        not matter.
 
         Raises:
-            ValueError: If a pattern matches no site, if a weight has no family, or if the model has
-                no latent site.
+            ValueError: If a pattern matches no site, a weight has no family, or there is no latent site.
             RuntimeError: If the guide was unpickled and has no model.
         """
         if self.model is None:
@@ -178,9 +172,6 @@ class StructuredGuide(OwningAutoGuide):
 
         Under ``Predictive`` the model samples local sites of other examples than in training, with a
         :class:`LocalLatentWarning`.
-
-        Raises:
-            RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
         joint = self.begin_pass(*args, **kwargs)
         local = [name for name in self.local_site_names if not self[name].site.is_subsampled]
@@ -330,11 +321,7 @@ class StructuredGuide(OwningAutoGuide):
             if name in sites:
                 locs = [start_of(found[each], self.init_loc_fn) for each in sites[name].names]
                 # A bias is the last column of its weight.
-                loc = (
-                    locs[0]
-                    if len(locs) == 1
-                    else torch.cat([locs[0].flatten(1), locs[1][:, None]], 1)
-                )
+                loc = torch.cat([locs[0].flatten(1), locs[1][:, None]], 1) if locs[1:] else locs[0]
                 start = family.init(sites[name], loc, self.init_scale)
                 made[module_key(name)] = SitePosterior(family, sites[name], start)
         self.posteriors.update(made)
