@@ -112,7 +112,7 @@ def pareto_k(
         _check_density(guide)
 
         def log_weight(number: Any) -> Tensor:
-            return _log_weight(model, guide.in_pass(joint, None), args, kwargs)
+            return _log_weight(model, joint.program(), args, kwargs)
 
         joint.factorize()
         weights = guide.median().values()

@@ -216,7 +216,7 @@ class StructuredELBO(ELBO):
         joint, members = guide.begin_pass(*args, **kwargs), guide.num_members
 
         def run(number: Any) -> ELBOTerms:
-            program = guide.in_pass(joint, number if members > 1 else None)
+            program = joint.program(number if members > 1 else None)
             traces = self._get_trace(model, program, args, kwargs)
             return terms_of(*traces, self.max_plate_nesting)
 

@@ -224,7 +224,7 @@ def expected_terms(
     def of_member(number: int | None) -> ELBOTerms:
         sites = posteriors_of(joint, number)
         output = output_moments(model, random_values(sites, settings), x, settings)
-        kls = _kl_terms(model, guide.in_pass(joint, number), args, kwargs)
+        kls = _kl_terms(model, joint.program(number), args, kwargs)
         if bounds:
             at = observation_at(model, output.loc, y)
             expected = (model.lower_bound(output.loc, output.variance, at.y) * at.scale).sum()

@@ -1,6 +1,7 @@
 """Scores for choosing the elements of a net that get a posterior."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pyro
@@ -12,7 +13,7 @@ from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._nested import map_nested
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.linalg.matrices import at_least_single
-from pyro_structvi.posterior.passes import as_arguments, as_batches
+from pyro_structvi.posterior.passes import Values, as_arguments, as_batches
 from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_distributions import PointMass
@@ -90,6 +91,13 @@ def laplace_variances(
     values = {name: value for name, value in own.items() if not center[name].site.is_local}
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
 
+    def log_prob(observed: str, changed: Values, own: Values, *example: Any) -> Tensor:
+        """Return the log density of one example."""
+        own, inputs = map_nested(lambda value: value.unsqueeze(0), (own, example))
+        node = run_at_draw(model, values | changed | own, inputs).nodes[observed]
+        density: Tensor = node["fn"].log_prob(node["value"]).sum()
+        return density
+
     information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}
     with ONE_THREAD, evaluation_mode(model):
         for args, _ in batches * num_samples:
@@ -100,7 +108,11 @@ def laplace_variances(
                 for name, node in trace.nodes.items()
                 if node["type"] == "sample" and name not in values and not site_is_subsample(node)
             }
-            gradients = _gradients(model, values, chosen, args, drawn, observed)
+            gradient_of = torch.func.grad(partial(log_prob, observed))
+            in_dims = (None, 0, *(0 for _ in args))
+            each = torch.func.vmap(gradient_of, in_dims, randomness="different")
+            with pyro.validation_enabled(False):  # vmap has no values to validate
+                gradients: Values = each(chosen, drawn, *args)  # (batch, *shape) by site
             for name, gradient in gradients.items():
                 information[name] += at_least_single(gradient).square().sum(0) / num_samples
     variances = {}
@@ -111,36 +123,12 @@ def laplace_variances(
     return {name: variances[name] for name in chosen if name in variances}
 
 
-def _gradients(
-    model: Callable[..., Any],
-    values: dict[str, Tensor],
-    chosen: dict[str, Tensor],
-    batch: tuple[Any, ...],
-    drawn: dict[str, Tensor],
-    observed: str,
-) -> dict[str, Tensor]:
-    """Return the gradients of each example's log density, ``(batch, *shape)`` by site."""
-
-    def log_prob(changed: dict[str, Tensor], own: dict[str, Tensor], *example: Any) -> Tensor:
-        inputs = map_nested(lambda value: value.unsqueeze(0), example)
-        own = {name: value.unsqueeze(0) for name, value in own.items()}
-        node = run_at_draw(model, values | changed | own, inputs).nodes[observed]
-        density: Tensor = node["fn"].log_prob(node["value"]).sum()
-        return density
-
-    in_dims = (None, 0, *(0 for _ in batch))
-    per_example = torch.func.vmap(torch.func.grad(log_prob), in_dims, randomness="different")
-    with pyro.validation_enabled(False):  # vmap has no values to validate
-        gradients: dict[str, Tensor] = per_example(chosen, drawn, *batch)
-    return gradients
-
-
 @checked
 def largest(variances: Mapping[str, Tensor], size: Count) -> dict[str, Tensor]:
     """Choose the elements with the largest variances, over all sites together.
 
     Args:
-        variances: Variances by site, or any other scores.
+        variances: Variances or other scores, by site.
         size: Number of elements, at most all.
 
     Returns:

@@ -23,12 +23,10 @@ from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
 
 KEY = "pyro_structvi"  # of the header in the metadata of a file
-FORMAT = 3
+FORMAT = 4
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 OPTIONS = "._extra_state"  # of families; of any shape
-
-Json = dict[str, Any]
 
 
 @checked
@@ -37,9 +35,9 @@ def save(
 ) -> None:
     """Write a fitted posterior to a file of safetensors, with all that :func:`load` needs.
 
-    The file has the state dicts of guide and model, such as running statistics and trained noise. Its
-    header has the class of the guide, the families of sites with their options, and the versions of
-    packages. A file that exists is replaced in one step.
+    The file has the state dicts of guide and model, and in its header the class of the guide, the
+    families of sites with their options, and the versions of packages. A file that exists is replaced in
+    one step.
 
     Args:
         path: The path of the file.
@@ -78,7 +76,7 @@ def save(
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
-        "guide": _encode(guide, tensors, "options"),
+        "guide": _write_guide(guide, tensors),
         "left_out": {key: _digest(value) for key, value in left_out.items()},
     }
     path = Path(path)
@@ -94,8 +92,7 @@ def load(
 ) -> StructuredGuide:
     """Read a file of :func:`save`: return its guide, and give the model its state.
 
-    Nothing in a file is run as code. Files of any version of this package with the same format can be
-    read. Everything is compared before a parameter changes.
+    Nothing in a file is run as code, and everything is compared before a parameter changes.
 
     Args:
         path: The path of the file.
@@ -104,8 +101,7 @@ def load(
             needs a model that declares its sites, as ``bayesianize`` does.
 
     Returns:
-        The guide. A guide of a class of the user's has the nearest class of this package, unless it is
-        passed as ``guide``.
+        The guide. Without ``guide`` one of a user's class has the nearest class of this package.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -114,20 +110,12 @@ def load(
         RuntimeError: If ``guide`` has families of other classes or options.
 
     Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> from pyro_structvi import Classifier, MatrixNormalGuide, bayesianize, predict
-        >>> model = Classifier(bayesianize(nn.Linear(3, 2), prior=1.0), num_data=10)
-        >>> guide = MatrixNormalGuide(model)  # to be fitted
-        >>> with TemporaryDirectory() as folder:
-        ...     save(f"{folder}/posterior.safetensors", model, guide)
-        ...     loaded = load(f"{folder}/posterior.safetensors", model)
-        >>> predict(model, loaded, torch.randn(5, 3)).mean.shape
-        torch.Size([5, 2])
+        See :func:`save`.
     """
     devices = (own.device for own in _state_of("model", model).values() if not own.is_meta)
     header, tensors = _read(Path(path), next(devices, torch.device("cpu")))
     if guide is None:
-        guide = _make(header, model, tensors)
+        guide = _read_guide(header["guide"], model, tensors)
     check_options(guide, tensors, "guide.")
     parts: dict[str, Any] = {"model": model, "guide": guide}
     states = {name: _state_of(name, part) for name, part in parts.items()}
@@ -202,7 +190,7 @@ def _kind_of(value: Tensor) -> str:
     return f"{shape_text(value.shape)} {value.dtype}"
 
 
-def _read(path: Path, device: torch.device) -> tuple[Json, dict[str, Tensor]]:
+def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the header and the tensors of a file."""
     if not path.is_file():
         raise FileNotFoundError(
@@ -213,7 +201,7 @@ def _read(path: Path, device: torch.device) -> tuple[Json, dict[str, Tensor]]:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        header: Json = dict(json.loads(metadata[KEY]))
+        header: dict[str, Any] = dict(json.loads(metadata[KEY]))
         number = header["format"]
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -237,25 +225,69 @@ def _kinds() -> dict[str, type[StructuredGuide]]:
     return {each.__name__: each for each in kinds if each.__module__.startswith(f"{KEY}.")}
 
 
-def _make(header: Json, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:
-    """Return the guide that a header describes, at its initial parameters."""
-    try:
-        description = header["guide"]
-        kind = _kinds().get(description["class"])
-        if kind is None:
-            raise ValueError(
-                f"The guide of the file has the class {description['class']}, which is unknown here. "
-                "Make the guide and pass it as `guide=`."
-            )
-        options = description["options"].items()
-        made = kind.from_options(
-            model, **{name: _decode(value, model, tensors) for name, value in options}
+def _write_guide(guide: StructuredGuide, tensors: dict[str, Tensor]) -> str:
+    """Return the class and the options of a guide as JSON; tensors among them are added to others."""
+
+    def encode(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            key = f"option.{len(tensors)}"
+            tensors[key] = value.detach().clone(memory_format=torch.contiguous_format)
+            return {"tensor": key}
+        if isinstance(value, StructuredGuide):
+            # The nearest class of this package, for a guide of a class of the user's.
+            kind = next(kind for kind in type(value).__mro__ if kind in _kinds().values())
+            return {"guide": kind.__name__, "options": value.options()}
+        if isinstance(value, Family):
+            options = {each.name: getattr(value, each.name) for each in fields(value)}
+            return {"family": type(value).__name__, "options": options}
+        if isinstance(value, (Integral, Real)):  # of NumPy
+            return int(value) if isinstance(value, Integral) else float(value)
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise TypeError(
+            f"`guide` must have options that a file can hold, but one is {brief(value)}. Save "
+            "`guide.state_dict()` by `torch.save`."
         )
+
+    return json.dumps(guide, default=encode)
+
+
+def _read_guide(text: str, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:
+    """Return the guide that :func:`_write_guide` describes, at its initial parameters."""
+
+    def decode(value: dict[str, Any]) -> Any:
+        match value:
+            case {"tensor": str(key)}:
+                return tensors[key]
+            case {"guide": str(name), "options": dict(options)}:
+                return _make_guide(name, model, _with_tuples(options))
+            case {"family": str(name), "options": dict(options)}:
+                return _make_family(name, _with_tuples(options))
+        return value  # of options or patterns
+
+    try:
+        guide = json.loads(text, object_hook=decode)
+        guide.site_names  # noqa: B018
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"`path` must be a file of `pyro_structvi.save`, but its header describes no guide ({error})"
             ". Make the guide and pass it as `guide=`."
         ) from error
+    own: StructuredGuide = guide
+    return own
+
+
+def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(own) if isinstance(own, list) else own for key, own in options.items()}
+
+
+def _make_guide(name: str, model: Any, options: dict[str, Any]) -> StructuredGuide:
+    if name not in _kinds():
+        raise ValueError(
+            f"The guide of the file has the class {name}, which is unknown here. Make the guide and "
+            "pass it as `guide=`."
+        )
+    made = _kinds()[name].from_options(model, **options)
     if not made.site_names:
         raise ValueError(
             "`guide` must be given for a model that declares no site before it runs. Make the guide, "
@@ -264,64 +296,17 @@ def _make(header: Json, model: Any, tensors: Mapping[str, Tensor]) -> Structured
     return made
 
 
-# ---- options -------------------------------------------------------------------------------------
-
-
-def _encode(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
-    """Return an option as JSON; tensors are added under a prefix."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, (Integral, Real)):
-        return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, Tensor):
-        tensors[prefix] = value.detach().clone(memory_format=torch.contiguous_format)
-        return {"tensor": prefix}
-    if isinstance(value, StructuredGuide):
-        # The nearest class of this package, for a guide of a class of the user's.
-        kind = next(kind for kind in type(value).__mro__ if kind in _kinds().values())
-        return {"class": kind.__name__, "options": _encode_all(value.options(), tensors, prefix)}
-    if isinstance(value, Family):
-        options = {each.name: getattr(value, each.name) for each in fields(value)}
-        return {"family": type(value).__name__, "options": _encode_all(options, tensors, prefix)}
-    if isinstance(value, Mapping):
-        return {"mapping": _encode_all(value, tensors, prefix)}
-    if isinstance(value, (list, tuple)):
-        return {"list": [_encode(each, tensors, f"{prefix}.{i}") for i, each in enumerate(value)]}
-    raise TypeError(
-        f"`guide` must have options that a file can hold, but '{prefix}' is {brief(value)}. Save "
-        "`guide.state_dict()` by `torch.save`."
-    )
-
-
-def _encode_all(values: Mapping[str, Any], tensors: dict[str, Tensor], prefix: str) -> Json:
-    return {key: _encode(value, tensors, f"{prefix}.{key}") for key, value in values.items()}
-
-
-def _decode(value: Any, model: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return an option from JSON; guides among options are of the model."""
-    match value:
-        case {"tensor": key}:
-            return tensors[key]
-        case {"mapping": entries}:
-            return {key: _decode(each, model, tensors) for key, each in entries.items()}
-        case {"list": entries}:
-            return tuple(_decode(each, model, tensors) for each in entries)
-        case {"class": _}:
-            return _make({"guide": value}, model, tensors)
-        case {"family": name, "options": options}:
-            found = [kind for kind in _subclasses(Family) if kind.__name__ == name]
-            # A class of this package comes first, and wins over the user's class with its name.
-            found.sort(key=lambda kind: not kind.__module__.startswith(f"{KEY}."))
-            known = {each.name for kind in found[:1] for each in fields(kind)}
-            if not found or not options.keys() <= known:
-                raise ValueError(
-                    f"The file has the family {name}({', '.join(options)}), which is unknown here. "
-                    "Import the module that defines it, or read the file with the version that wrote "
-                    "it."
-                )
-            decoded = {key: _decode(each, model, tensors) for key, each in options.items()}
-            return found[0](**decoded)
-    return value
+def _make_family(name: str, options: dict[str, Any]) -> Family:
+    found = [kind for kind in _subclasses(Family) if kind.__name__ == name]
+    # A class of this package comes first, and wins over the user's class with its name.
+    found.sort(key=lambda kind: not kind.__module__.startswith(f"{KEY}."))
+    if not found or not options.keys() <= {each.name for each in fields(found[0])}:
+        raise ValueError(
+            f"The file has the family {name}({', '.join(options)}), which is unknown here. Import the "
+            "module that defines it, or read the file with the version that wrote it."
+        )
+    family: Family = found[0](**options)
+    return family
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

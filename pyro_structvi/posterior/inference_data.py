@@ -20,7 +20,7 @@ from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples
 from pyro_structvi._torch import take_apart
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.conversion import layout_of, parametrized
-from pyro_structvi.nn.priors import matches
+from pyro_structvi.nn.priors import matching
 from pyro_structvi.posterior.passes import (
     Passes,
     Posterior,
@@ -67,7 +67,7 @@ class _Columns:
         self.parts: dict[str, list[Any]] = {}
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add values of several draws, ``(draws, *shape)`` by name."""
+        """Add values ``(draws, *shape)``."""
         for name, value in values.items():
             parts = self.parts.setdefault(name, [])
             parts.append(_as_array(value))
@@ -78,7 +78,7 @@ class _Columns:
                 )
 
     def by_chain(self, chains: int) -> dict[str, Any]:
-        """Return arrays ``(chain, draw, *shape)`` by name."""
+        """Return arrays ``(chain, draw, *shape)``."""
         joined = {name: np.concatenate(parts) for name, parts in self.parts.items()}
         return {name: each.reshape(chains, -1, *each.shape[1:]) for name, each in joined.items()}
 
@@ -87,41 +87,30 @@ def _chosen(
     values: Values, outputs: Values, observed: str, sites: Sequence[str] | None, functions: Any
 ) -> Values:
     """Return the values of chosen sites, given draws of all sites; check all names."""
+    taken = {*values, observed}
+    for name in (*outputs, *functions):
+        if name in taken:
+            raise ValueError(
+                f"`functions` and `outputs` must have new names, but '{name}' is a site of the model, "
+                "or its outputs. Rename the function, or leave `outputs` out."
+            )
+        taken.add(name)
     patterns = ["*"] if sites is None else sites
-    for pattern in patterns:
-        if not any(matches(name, pattern) for name in values):
-            raise ValueError(
-                f"`sites` must be names or patterns of the sites {[*values]}, but '{pattern}' matches "
-                "none of them."
-            )
-    for name in outputs:
-        if name in [*values, observed]:
-            raise ValueError(
-                f"The model has a site '{name}', so `outputs` must be False. Take `predict`'s "
-                "`functions` in its place."
-            )
-    for name in functions:
-        if name in [*values, *outputs, observed]:
-            raise ValueError(
-                f"`functions` must have new names, but '{name}' is a site of the model, or its "
-                "outputs."
-            )
-    return {
-        name: value
-        for name, value in values.items()
-        if any(matches(name, pattern) for pattern in patterns)
-    }
+    chosen = {name for each in patterns for name in matching(each, values, "sites", "sites")}
+    return {name: value for name, value in values.items() if name in chosen}
 
 
-def _value_of(functions: Mapping[str, Any], name: str, draw: Values) -> Tensor:
-    """Return the value of a function of one draw."""
-    try:
-        value: Tensor = functions[name](draw)
-    except Exception as error:
-        error.add_note(f"`functions[{name!r}]` was called with a draw of the sites {[*draw]}.")
-        raise
-    check(f"functions[{name!r}](draw)", value, Tensor)
-    return value
+def _values_of(functions: Mapping[str, Any], draw: Values) -> Values:
+    """Return the values of functions of one draw, stacked with no other."""
+    found = {}
+    for name, function in functions.items():
+        try:
+            found[name] = function(draw)
+        except Exception as error:
+            error.add_note(f"`functions[{name!r}]` was called with a draw of the sites {[*draw]}.")
+            raise
+        check(f"functions[{name!r}](draw)", found[name], Tensor)
+    return {name: value[None] for name, value in found.items()}
 
 
 def _as_array(values: Tensor) -> Any:
@@ -138,10 +127,7 @@ def _without_units(values: Any, lead: int) -> Any:
 def dims_of_sites(
     model: Callable[..., Any], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, list[str]]:
-    """Return names for the dimensions of sites that a module declares; ArviZ numbers others.
-
-    They end in ``_out``, ``_in`` and ``_kernel``, and are numbered if there are several of a kind.
-    """
+    """Return names for the dimensions of declared sites, numbered if there are several of a kind."""
     found = {}
     modules = modules_of(model)
     computed = parametrized(modules[0]) if modules else {}
@@ -198,14 +184,13 @@ def to_inference_data(
     """Draw from a posterior and return inference data for ArviZ.
 
     The dimensions of a weight ``net.0.weight`` are named ``net.0.weight_out``, ``net.0.weight_in`` and
-    ``net.0.weight_kernel``, and the dimensions of observations ``obs_id``, ``obs_dim_0`` and so on.
+    ``net.0.weight_kernel``, those of observations ``obs_id``, ``obs_dim_0`` and so on.
 
     Args:
         model: A model that samples its observations when called with inputs only.
         posterior: A guide, or draws by site such as the result of ``reference.nuts``, whose chains and
             sampler statistics are kept.
-        x: Inputs, each a tensor or a mapping of tensors, such as a ``BatchEncoding``, with the N
-            examples first; a tuple for several inputs.
+        x: Inputs, each a tensor or a mapping of tensors with the N examples first; a tuple for several.
         y: Observations, ``(N, *event)``.
         num_samples: Number of draws; None for all given draws, or 100 draws of a guide.
         sites: Names or patterns, such as ``["net.0.*"]``, of the sites in the group ``posterior``; None
@@ -229,27 +214,16 @@ def to_inference_data(
 
     Raises:
         ImportError: If ArviZ is not installed.
-        TypeError: If ``posterior`` is neither a guide nor draws, or a function returns no tensor.
-        ValueError: If numbers or lengths do not fit, the observed site is ambiguous, the sites of
-            ``posterior`` are not the model's global sites, one of ``sites`` matches none of them, or
-            a name is taken; if ``batch_statistics`` are given for a model without batch normalization.
+        TypeError: As :func:`predict`, and if a function returns no tensor.
+        ValueError: As :func:`predict`, and if one of ``sites`` matches no site or a name is taken.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
-        >>> net = bayesianize(torch.nn.Linear(1, 1), prior=1.0)
-        >>> model = Regressor(net, num_data=8, noise_scale=0.1)
-        >>> x = torch.linspace(-1, 1, 8).unsqueeze(-1)
-        >>> data = to_inference_data(
-        ...     model,
-        ...     MeanFieldGuide(model),
-        ...     x,
-        ...     2 * x,
-        ...     num_samples=20,
-        ...     sites=["*.bias"],
-        ...     functions={"norm": lambda draw: draw["net.weight"].norm()},
-        ...     outputs=True,
-        ... )
-        >>> {name: each.shape for name, each in data["posterior"].data_vars.items()}
+        >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, noise_scale=0.1)
+        >>> x, guide = torch.linspace(-1, 1, 8).unsqueeze(-1), MeanFieldGuide(model)
+        >>> norm = {"norm": lambda draw: draw["net.weight"].norm()}
+        >>> data = to_inference_data(model, guide, x, 2 * x, 20, functions=norm, outputs=True)
+        >>> {name: each.shape for name, each in data["posterior"].data_vars.items() if "w" not in name}
         {'net.bias': (1, 20, 1), 'outputs': (1, 20, 8), 'norm': (1, 20)}
         >>> data["log_likelihood"]["obs"].dims
         ('chain', 'draw', 'obs_id')
@@ -272,7 +246,7 @@ def to_inference_data(
             group.add(own | done.outputs)
             for number in range(len(next(iter(done.values.values()))) if functions else 0):
                 draw = {name: value[number] for name, value in done.values.items()}
-                group.add({name: _value_of(functions, name, draw)[None] for name in functions})
+                group.add(_values_of(functions, draw))
     name, kept, drawn = passes.observed, group.by_chain(chains), predicted.by_chain(chains)
     kept |= {key: _without_units(kept[key], 3) for key in done.outputs}
     observed, sample = _without_units(_as_array(y), 1), _without_units(drawn["sample"], 3)
@@ -282,9 +256,13 @@ def to_inference_data(
     shapes = {key: value.shape[2:] for key, value in kept.items()}
     for key in done.outputs:
         dims[key] = dims_like(key, shapes[key], dims[name], observed.shape)
+    stats = {  # of the chosen draws of a sampler
+        key: value.reshape(-1)[spaced(value.size, total)].reshape(len(value), -1)
+        for key, value in getattr(posterior, "sample_stats", {}).items()
+    }
     groups = {
         "posterior": kept,
-        "sample_stats": _sample_stats(posterior, total),
+        "sample_stats": stats,
         "posterior_predictive": {name: sample},
         "log_likelihood": {name: drawn["log_prob"]},  # ArviZ drops dimensions that it lacks
         "observed_data": {name: observed},
@@ -297,32 +275,18 @@ def to_inference_data(
     return arviz.from_dict(groups, **options)
 
 
-def _sample_stats(posterior: Any, total: int) -> dict[str, Any]:
-    """Return a sampler's statistics ``(chain, draw)`` of the chosen draws; none for a guide."""
-    return {
-        name: value.reshape(-1)[spaced(value.size, total)].reshape(len(value), -1)
-        for name, value in getattr(posterior, "sample_stats", {}).items()
-    }
-
-
 def _read(keeps_outputs: bool, node: Any, returned: Any, y: Tensor | None) -> Values:
     """Return the log density of observations, sampled observations, and the model's return value."""
     assert y is not None
-    log_prob = observed_log_prob(node, y)  # checks shapes
-    found = {"log_prob": log_prob, "sample": _draw_like(node["fn"], y)}
-    return found | (_outputs(returned) if keeps_outputs else {})
-
-
-def _draw_like(likelihood: Any, y: Tensor) -> Tensor:
-    """Sample observations, counts as whole numbers, with the ignored values of ``y``."""
-    drawn = likelihood.sample()
+    likelihood = node["fn"]
+    log_prob, sample = observed_log_prob(node, y), likelihood.sample()  # the first checks shapes
     if likelihood.support.is_discrete:
-        drawn = drawn.long()
-    ignored = getattr(base_of(likelihood), "ignore_index", None)
-    return drawn if ignored is None else torch.where(y == ignored, y, drawn)
-
-
-def _outputs(returned: Any) -> Values:
+        sample = sample.long()
+    if (ignored := getattr(base_of(likelihood), "ignore_index", None)) is not None:
+        sample = torch.where(y == ignored, y, sample)
+    found = {"log_prob": log_prob, "sample": sample}
+    if not keeps_outputs:
+        return found
     leaves, _ = take_apart(returned)
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
@@ -331,4 +295,4 @@ def _outputs(returned: Any) -> Values:
             f"returns {kinds}."
         )
     names = [f"outputs.{number}" for number in range(len(leaves))] if leaves[1:] else ["outputs"]
-    return dict(zip(names, leaves, strict=True))
+    return found | dict(zip(names, leaves, strict=True))

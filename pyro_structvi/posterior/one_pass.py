@@ -58,8 +58,8 @@ def predict_moments(
 ) -> Prediction:
     """Predict in one pass, with the moments of each layer's output given the moments of its input.
 
-    The expectation of the likelihood is a quadrature. The result is an approximation without function
-    values; the page "One pass" of the documentation has its errors.
+    The result is an approximation without function values; the page "One pass" of the documentation has
+    its errors.
 
     Args:
         model: A likelihood around a net, such as a :class:`~pyro_structvi.Regressor`.

@@ -39,6 +39,7 @@ Draws = tuple[Values, Values]  # values of sites, and statistics of batch normal
 D = TypeVar("D")
 T = TypeVar("T")
 Batch = tuple[tuple[Any, ...], Tensor | None]
+# From the observed node, the model's return value and the observations to what is kept.
 Read = Callable[[Any, Any, Tensor | None], Values]
 
 DEFAULT_NUM_SAMPLES = 100
@@ -168,28 +169,20 @@ def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> Values
 
 
 class Pass(NamedTuple):
-    """Several draws at one mini-batch.
-
-    Attributes:
-        batch: The number of the mini-batch.
-        values: The draws, ``(draws, *shape)`` by site, without sites sampled from the model.
-        outputs: Values that were read, ``(draws, *shape)`` by name.
-    """
+    """Several draws ``(draws, *shape)`` at the mini-batch of a number, and what was read there."""
 
     batch: int
-    values: Values
+    values: Values  # without sites sampled from the model
     outputs: Values
 
 
 class Passes:
     """Runs of a model at draws of a posterior, vectorized by :func:`torch.func.vmap`.
 
-    The first draw runs alone and determines the local latent sites and the memory of a draw. Nothing can
-    be validated under vmap, so a pass with an invalid distribution or observation runs again one by one,
-    which raises the usual error. A model that torch cannot vectorize also runs one by one.
-
-    ``read`` returns what is kept of a run, given the observed node, the model's return value and the
-    observations. ``observed`` is the name of the observed site, after the first pass.
+    The first draw runs alone and determines the local latent sites, the memory of a draw and
+    ``observed``, the name of the observed site. Nothing can be validated under vmap, so a pass with an
+    invalid distribution or observation runs again one by one, which raises the usual error. A model that
+    torch cannot vectorize also runs one by one. ``read`` returns what is kept of a run.
     """
 
     def __init__(
@@ -225,26 +218,22 @@ class Passes:
         with counted_bytes() as layers:
             first = self._measured(values)
             outputs = self._run_first(first)
-        yield self._pass_of(0, first, outputs)
-        yield from self._run_batches(first, 1)
-        weights = _bytes_of(values.values())
+        yield from self._run_batches(first, outputs)
+        weights, outside = _bytes_of(values.values()), sum(layers) + _bytes_of(outputs.values())
         # The number of draws at once depends on no inputs, so that a seed determines the draws.
-        at_once = self._fitting(weights)
-        in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs.values()))
+        at_once, in_pass = (
+            max(1, int(self._max_bytes / max(1, size))) for size in (weights, weights + outside)
+        )
         for start in range(1, total, at_once):
             for part in _split(draw(range(start, min(start + at_once, total))), in_pass):
                 yield from self._run_batches(self._measured(part))
 
-    def _fitting(self, bytes_each: int) -> int:
-        return max(1, int(self._max_bytes / max(1, bytes_each)))
-
-    def _run_batches(self, draws: Draws, start: int = 0) -> Iterator[Pass]:
-        for batch in range(start, len(self._batches)):
-            yield self._pass_of(batch, draws, self._run(draws, batch))
-
-    def _pass_of(self, batch: int, draws: Draws, outputs: Values) -> Pass:
+    def _run_batches(self, draws: Draws, first: Values | None = None) -> Iterator[Pass]:
+        """Yield the passes of draws, whose outputs at the first mini-batch may be known."""
         kept = {name: value for name, value in draws[0].items() if name not in self._new}
-        return Pass(batch, kept, outputs)
+        for batch in range(len(self._batches)):
+            known = first if batch == 0 else None
+            yield Pass(batch, kept, self._run(draws, batch) if known is None else known)
 
     def _measured(self, values: Values) -> Draws:
         """Return draws with their statistics of batch normalization; none without inputs for them."""
@@ -334,7 +323,7 @@ def _checks_of(distribution: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Collect the sizes in bytes of the outputs of all modules that run in this block."""
+    """Collect the bytes of the outputs of all modules that run in this block."""
     found: list[int] = []
     handle = register_module_forward_hook(
         lambda module, args, outputs: found.append(_bytes_of(take_apart(outputs)[0]))

@@ -132,7 +132,7 @@ class Prediction:
         Its ends, each ``(N, *event)``, are the quantiles at ``(1 - level) / 2`` and ``(1 + level) / 2``.
 
         Raises:
-            ValueError: If the level is not between 0 and 1, or the observations are classes.
+            ValueError: As :meth:`quantile`.
         """
         if not 0 < level < 1:
             raise ValueError(f"`level` must be strictly between 0 and 1, but got {level}.")
@@ -175,9 +175,9 @@ def predict(
         model: A model that samples its observations when called with inputs only.
         posterior: A guide, or draws by site ``(draws, *shape)``, such as the result of
             ``reference.nuts``.
-        *inputs: The model's inputs, each a tensor or a mapping of tensors, such as a ``BatchEncoding``,
-            with the N examples first. Or one ``DataLoader`` or other iterable of mini-batches, inputs or
-            tuples ``(*inputs, y)``, which are all kept in memory.
+        *inputs: The model's inputs, each a tensor or a mapping of tensors with the N examples first. Or
+            one ``DataLoader`` or other iterable of mini-batches, inputs or tuples ``(*inputs, y)``, all
+            kept in memory.
         num_samples: Number of draws; None for all given draws, or 100 draws of a guide.
         y: Observations for the predictive density.
         batch_size: Inputs in a mini-batch; None for all.
@@ -193,10 +193,9 @@ def predict(
 
     Raises:
         TypeError: If ``posterior`` is neither a guide nor draws, or an input is a number.
-        ValueError: If ``batch_statistics`` are given for a model without batch normalization, a number
-            is not positive, lengths differ, the observed site is ambiguous, the sites of ``posterior``
-            are not the model's global sites, or the model returns tensors without the examples first in
-            mini-batches.
+        ValueError: If lengths differ, the observed site is ambiguous, the sites of ``posterior`` are not
+            the model's global sites, ``batch_statistics`` are given for a model without batch
+            normalization, or mini-batches return tensors without the examples first.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -283,21 +282,20 @@ class _Reader:
     def kept(self, outputs: dict[str, Tensor], before: int) -> dict[str, Tensor]:
         """Return the kept parts of a pass that follows ``before`` draws."""
         parts = {name: value for name, value in outputs.items() if "." in name}
-        rows = slice(-before % self.stride, None, self.stride)
+        if self.stride == 1:
+            return parts
         # Indices copy: a slice would keep the memory of all draws.
-        index = torch.arange(len(outputs["mean"]))[rows]
-        return parts if self.stride == 1 else {name: own[index] for name, own in parts.items()}
+        index = torch.arange(-before % self.stride, len(outputs["mean"]), self.stride)
+        return {name: own[index] for name, own in parts.items()}
 
     def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
         """Return stacked functions and likelihoods, given the kept parts of each mini-batch."""
         if self.likelihood is None or not kept[0][0]:
             return {}
-        columns = {
-            name: [torch.cat([done[name] for done in own]) for own in kept] for name in kept[0][0]
-        }
-        joined = {
-            name: own[0] if len(own) == 1 else torch.cat(own, 1) for name, own in columns.items()
-        }
+        joined = {}
+        for name in kept[0][0]:
+            columns = [torch.cat([done[name] for done in own]) for own in kept]
+            joined[name] = torch.cat(columns, 1) if columns[1:] else columns[0]
         functions = [value for name, value in joined.items() if name.startswith("function.")]
         return {
             "functions": put_together(functions, self.structure) if self.keeps else None,
@@ -309,11 +307,7 @@ _AVERAGED = ("mean", "variance", "entropy")
 
 
 class Averages:
-    """Averages over draws, updated with several draws at a time.
-
-    References:
-        Chan, Golub and LeVeque (1983), "Algorithms for computing the sample variance", Eq. 2.1.
-    """
+    """Averages over draws, updated with several at a time as by Chan, Golub and LeVeque (1983)."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -322,7 +316,7 @@ class Averages:
         self.log_density: Tensor | None = None
 
     def add(self, new: dict[str, Tensor]) -> None:
-        """Add values of several draws, ``(draws, *shape)`` each."""
+        """Add values ``(draws, *shape)``."""
         added, before = len(new["mean"]), self.count
         self.count += added
         averages = {name: new[name].mean(0) for name in _AVERAGED if name in new}
@@ -355,7 +349,7 @@ class Averages:
 
 
 class _StackedLikelihood:
-    """Stacks the likelihoods of single draws."""
+    """Stacks the likelihoods of single draws, by names of their tensors."""
 
     def __init__(self, template: Any) -> None:
         self.template = template = _without_lazy(template)
@@ -371,7 +365,7 @@ class _StackedLikelihood:
         self.paths = {f"likelihood.{path}": key for key, (path, _) in found.items() if can_stack}
 
     def take_apart(self, likelihood: Any) -> dict[str, Tensor]:
-        """Return the tensors of a likelihood by name; none if likelihoods cannot be stacked."""
+        """Return the tensors of a likelihood; none if likelihoods cannot be stacked."""
         return {name: attrgetter(name.split(".", 1)[1])(likelihood) for name in self.paths}
 
     def put_together(self, tensors: dict[str, Tensor]) -> Any:
@@ -411,11 +405,7 @@ def _parts(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
-    """Return quantiles ``(Q, N, *event)`` of the mixture of likelihoods ``(draws, N, ...)``.
-
-    By bisection between the smallest and the largest quantile of a component, or from samples if torch
-    has no inverse distribution function.
-    """
+    """Return quantiles ``(Q, N, *event)`` of the mixture, by bisection or from samples."""
     base = base_of(likelihood)
     levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
     try:

@@ -47,17 +47,15 @@ class PruningReport:
 def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningReport:
     """Set the smallest entries of the factors Z of all inducing weights to zero, and return counts.
 
-    The prior of the weights does not change. The masks are from :mod:`torch.nn.utils.prune`: the guide's
-    state has ``row_factor_orig`` and ``row_factor_mask`` in place of ``row_factor``, and likewise for
-    ``column_factor``. Prune a new guide by ``amount=0`` before loading such a state.
+    The prior of the weights does not change. The masks are from :mod:`torch.nn.utils.prune`, such as
+    ``row_factor_mask``. Prune a new guide by ``amount=0`` before loading a state with them.
 
     Args:
         guide: A trained guide with inducing weights, changed in place.
         amount: The fraction of zeros over all sites, including earlier calls, at least 0 and below 1.
 
     Raises:
-        ValueError: If ``amount`` is out of range or smaller than in an earlier call, or if the guide has
-            no inducing weights.
+        ValueError: If ``amount`` is out of range or smaller than before, or without inducing weights.
 
     Example:
         >>> from pyro_structvi import Classifier, InducingWeightGuide, bayesianize
@@ -93,18 +91,15 @@ def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
     The ratios of all weights and vectors with a :class:`~pyro_structvi.families.MeanField` posterior are
     ranked together. Pruned elements have mean and standard deviation zero and no KL, so the bound is a
     bound on the evidence of the smaller model. (A prior without a KL in closed form adds its density at
-    zero, a constant.)
-
-    The sites' family becomes :class:`~pyro_structvi.families.PrunedMeanField`, with a mask ``kept`` in
-    the guide's state. Prune a new guide by ``amount=0`` before loading such a state.
+    zero, a constant.) The sites' family becomes :class:`~pyro_structvi.families.PrunedMeanField`. Prune
+    a new guide by ``amount=0`` before loading its state.
 
     Args:
         guide: A trained guide with mean-field sites, changed in place.
-        amount: The fraction of zeros, including earlier calls, at least 0 and below 1.
+        amount: As for :func:`prune_inducing_factors`.
 
     Raises:
-        ValueError: If ``amount`` is out of range or smaller than in an earlier call, or if the guide has
-            no mean-field weight or vector.
+        ValueError: As :func:`prune_inducing_factors`, without a mean-field weight or vector.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize

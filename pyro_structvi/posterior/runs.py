@@ -34,7 +34,7 @@ _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _AtDraw(Messenger):
-    """Gives latent sites the values of a draw if the shapes agree; observed sites keep their values.
+    """Gives latent sites the values of a draw; observed sites keep theirs.
 
     A value of another shape is left out, since it may belong to a local latent of other examples. An
     unused site gets NaN in place of a sample; with ``counts`` other samples count their uses.
@@ -96,8 +96,7 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
     """Return the name of the observed site of a model that ran at a draw without observations.
 
     Raises:
-        ValueError: If there is no such site, if there are several candidates, or if the sites of the
-            draw are not the global latent sites of the model.
+        ValueError: If it is ambiguous, or if the draw's sites are not the model's global latent sites.
     """
     nodes = {
         name: node
@@ -200,8 +199,7 @@ class SharedStatisticsWarning(UserWarning):
 class BatchStatistics:
     """Mean and variance of the inputs of batch normalization, measured at a draw.
 
-    Running statistics are averages over the draws of training. They fit no member of an ensemble, whose
-    features differ.
+    Running statistics are averages over draws, and fit no member of an ensemble, whose features differ.
     """
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -22,10 +22,9 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     """Return a copy of a fitted mean-field guide with k-tied standard deviations.
 
     Every weight with the family ``MeanField`` gets ``KTied(rank)`` with the same means and the factors
-    of :func:`tie_scales`. All other sites keep their posteriors. The rank is large enough if ELBO and
-    predictions hardly change; ``diagnostics.spectra`` suggests one. The paper sets negative entries of a
-    truncated singular value decomposition to a small constant; positive factors keep the rank, and are
-    the same for rank 1.
+    of :func:`tie_scales`; other sites keep their posteriors. ``diagnostics.spectra`` suggests a rank.
+    The paper sets negative entries of a truncated singular value decomposition to a small constant;
+    positive factors keep the rank, and are the same for rank 1.
 
     Raises:
         ValueError: If no weight has mean field.
@@ -58,9 +57,8 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
 def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> StructuredGuide:
     """Return a copy of a fitted guide with full covariances and the same Gaussian distributions.
 
-    The new guide starts at the ELBO of the fitted guide. A full covariance that starts at independent
-    elements needs many more steps. ``max_memory`` is that of
-    :class:`~pyro_structvi.families.FullCovariance`, in GiB.
+    A full covariance that starts at independent elements needs many more steps. ``max_memory`` is that
+    of :class:`~pyro_structvi.families.FullCovariance`, in GiB.
 
     Raises:
         ValueError: If no site has a Gaussian posterior with another family.
@@ -116,7 +114,7 @@ def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, 
     """Approximate a positive matrix by a product of positive factors.
 
     For rank 1 the factors are the leading singular vectors. For a higher rank, multiplicative updates
-    start at the positive parts of the singular vectors.
+    start at the absolute values of the singular vectors.
 
     Args:
         scale: The matrix, ``(out, in)``, positive.
@@ -132,9 +130,7 @@ def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, 
         True
 
     References:
-        Lee and Seung (2001), "Algorithms for non-negative matrix factorization"; Boutsidis and
-        Gallopoulos (2008), "SVD based initialization: a head start for nonnegative matrix
-        factorization".
+        Lee and Seung (2001), "Algorithms for non-negative matrix factorization".
     """
     check_positive("scale", scale)
     if scale.dim() != 2 or not scale.numel():
@@ -145,19 +141,11 @@ def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, 
     rows, columns = (
         side.new_full((len(side), rank), float(smallest)) for side in (matrix, matrix.mT)
     )
-    for k in range(min(rank, len(s))):
-        left, right = _larger_part(u[:, k], vh[k])
-        size = s[k] * left.norm() * right.norm()
-        rows[:, k] = (size.sqrt() * left / left.norm()).clamp_min(smallest)
-        columns[:, k] = (size.sqrt() * right / right.norm()).clamp_min(smallest)
+    known = min(rank, len(s))
+    rows[:, :known] = (s[:known].sqrt() * u[:, :known].abs()).clamp_min(smallest)
+    columns[:, :known] = (s[:known].sqrt() * vh[:known].mT.abs()).clamp_min(smallest)
     for _ in range(steps if rank > 1 else 0):
         rows *= (matrix @ columns) / (rows @ (columns.mT @ columns))
         columns *= (matrix.mT @ rows) / (columns @ (rows.mT @ rows))
     tiny = torch.finfo(scale.dtype).tiny
     return rows.to(scale.dtype).clamp_min(tiny), columns.to(scale.dtype).clamp_min(tiny)
-
-
-def _larger_part(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positive or the negative parts of two vectors, by the larger product of norms."""
-    parts = [((sign * left).clamp_min(0), (sign * right).clamp_min(0)) for sign in (1, -1)]
-    return max(parts, key=lambda part: float(part[0].norm() * part[1].norm()))

@@ -29,8 +29,7 @@ _NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
 def declare_parameters(guide: nn.Module) -> None:
     """Declare the trainable parameters of a guide to Pyro, and mirror them in the param store.
 
-    The entries of the store are the same tensors, and are removed with the guide. Their names begin with
-    the class of the guide, and a number if another guide has that name.
+    The entries of the store are removed with the guide.
     """
     if not am_i_wrapped():
         return
@@ -114,9 +113,7 @@ class OwningAutoGuide(AutoGuide):
     ) -> None:
         super().__init__(model, create_plates=create_plates)
         self.init_loc_fn = init_loc_fn
-        self.handed_out: set[str] = (
-            set()
-        )  # names of the parameters that `parameters()` has returned
+        self.handed_out = set[str]()  # names of the parameters that `parameters()` has returned
         self.register_load_state_dict_pre_hook(check_options)
         self.register_state_dict_post_hook(_add_model_sum)
         self.register_load_state_dict_pre_hook(_take_model_sum)
@@ -170,10 +167,9 @@ class OwningAutoGuide(AutoGuide):
     ) -> Any:
         """Load the state dict of a guide with the same families and options; see torch.
 
-        On an error nothing changes.
-
         Raises:
-            RuntimeError: If families, options or shapes differ, or names with ``strict``.
+            RuntimeError: If families, options or shapes differ, or names with ``strict``, and nothing
+                changes.
         """
         check_options(self, state_dict, "")
         own = self.state_dict()

@@ -97,9 +97,6 @@ class MemoryLimitedFamily(MatrixFamily):
     Args:
         max_memory: The limit for one site by the formula of :meth:`check_memory`, in GiB.
         join_bias: As for :class:`MatrixFamily`.
-
-    Raises:
-        ValueError: If ``max_memory`` is not a positive number.
     """
 
     max_memory: Positive = field(default=8.0, compare=False)  # does not define the posterior
@@ -107,20 +104,10 @@ class MemoryLimitedFamily(MatrixFamily):
     def check_memory(
         self, site: LatentSite, elements: str, factors: int, size: int, bytes_each: int
     ) -> None:
-        """Check the memory of training a site.
+        """Raise a ``MemoryError`` if training a site needs more than ``max_memory``.
 
-        It is 4 P numbers for P parameters, their gradients and Adam's two moments, and twice the dense
-        factors, for their gradients too.
-
-        Args:
-            site: The site.
-            elements: A description of the elements with one covariance, for the error.
-            factors: The number of covariances.
-            size: The number of elements of each.
-            bytes_each: The bytes of a number.
-
-        Raises:
-            MemoryError: If it exceeds ``max_memory``.
+        That is four times the parameters, for gradients and Adam's two moments, and twice the dense
+        factors: covariances of ``size`` elements each, which ``elements`` describes in the error.
         """
         parameters = size + size * (size + 1) // 2
         gibibytes = factors * (4 * parameters + 2 * size**2) * bytes_each / 2**30
@@ -143,20 +130,13 @@ MOST_NAMED = 5
 
 
 def as_tensor(family: Family) -> Tensor:
-    """Return the options of a family as the bytes of a JSON text, uint8.
-
-    A state dict then holds tensors only, as ``torch.load(..., weights_only=True)`` and safetensors
-    require.
-    """
+    """Return the options of a family as the bytes of a JSON text, since a state dict holds tensors."""
     text = json.dumps(_options_of(family), default=_plain)
     return torch.tensor([*text.encode()], dtype=torch.uint8, device="cpu")
 
 
 def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Compare the families of a module with a state dict before it is loaded.
-
-    Missing entries are left to torch.
-    """
+    """Compare the families of a module with a state dict before it is loaded."""
     found = []
     for name, part in module.named_modules():
         family, site = getattr(part, "family", None), getattr(part, "site", None)
@@ -239,10 +219,22 @@ def choose_families(
     return chosen
 
 
-def has_own_pattern(bias: str, weight: str, patterns: Iterable[str]) -> bool:
-    """Whether the first pattern that matches a bias does not match its weight: they stay apart then."""
-    first = next((pattern for pattern in patterns if matches(bias, pattern)), None)
-    return first is not None and not matches(weight, first)
+def joins_with(
+    site: LatentSite,
+    family: Family | None,
+    sites: Mapping[str, LatentSite],
+    patterns: Iterable[str] = (),
+) -> str:
+    """Return the name of the bias to join with a weight, or "" for none; see :class:`MatrixFamily`."""
+    if not (isinstance(family, MatrixFamily) and family.join_bias and len(site.shape) >= 2):
+        return ""
+    module, _, attribute = site.name.rpartition(".")
+    name = f"{module}.".lstrip(".") + attribute.replace("weight", "bias")
+    bias = sites.get(name)
+    if bias is None or not bias.is_real or bias.is_batch or bias.shape != site.shape[:1]:
+        return ""
+    pattern = next((pattern for pattern in patterns if matches(name, pattern)), "*")
+    return name if matches(site.name, pattern) and family.fits(site.join_bias(bias)) else ""
 
 
 def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family | None:

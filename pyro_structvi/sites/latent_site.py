@@ -14,40 +14,26 @@ WIDE = 50  # a fan-in above which steps of weights are shorter, also by depth
 
 @dataclass(frozen=True)
 class Plate:
-    """A vectorized plate around a site.
-
-    Attributes:
-        size: Its size, without subsampling.
-        dim: Its batch dimension, counted from the right.
-        subsample_size: The number of examples in one pass of a subsampled plate.
-    """
+    """A vectorized plate around a site."""
 
     name: str
-    size: int
-    dim: int
-    subsample_size: int | None = None
+    size: int  # without subsampling
+    dim: int  # counted from the right
+    subsample_size: int | None = None  # in one pass
 
 
 @dataclass(frozen=True)
 class JoinedBias:
-    """The bias that is the last column of a weight.
-
-    Attributes:
-        name: The site of the bias in the model.
-        weight_shape: The shape of the weight without it, ``(out, *rest)``.
-        prior_scale: As for :class:`LatentSite`.
-    """
+    """The bias that is the last column of a weight."""
 
     name: str
-    weight_shape: torch.Size
+    weight_shape: torch.Size  # without the bias, (out, *rest)
     prior_scale: float | None = None
 
 
 @dataclass(frozen=True)
 class LatentSite:
-    """The description of a latent site, without data and distribution.
-
-    A weight joined with its bias is one site here, ``(out, in + 1)``, and two in the model.
+    """The description of a latent site; a weight joined with its bias is one, ``(out, in + 1)``.
 
     Attributes:
         name: The name in the model.
@@ -55,15 +41,13 @@ class LatentSite:
         event_dim: The number of trailing dimensions of one event in the model.
         support: The support.
         plates: The vectorized plates around the site.
-        is_local: Whether a plate also holds observations: the site then belongs to the examples of
-            training, and the model samples it for other examples.
+        is_local: Whether a plate also holds observations: the model samples it for other examples.
         bias: The bias joined to this weight, or None.
         prior_scale: The standard deviation of the prior, the root mean square over elements; None if it
             is unknown or infinite.
-        fan_in: The number of terms in each output of the module, 0 without inputs, as for a bias; None
-            if unknown.
+        fan_in: The number of terms in each output of the module, 0 for a bias; None if unknown.
         input_dim: The dimension of the input channels in a weight; None if there is none or it is
-            unknown. The default for a weight outside of modules is 1.
+            unknown.
         groups: The number of groups of input channels, as in a grouped convolution.
     """
 
@@ -104,9 +88,8 @@ class LatentSite:
         """The typical scale of an unconstrained value, which is the unit of steps in training.
 
         It is the standard deviation of the prior; 1 if that is unknown. For a weight it is at most
-        ``2 / sqrt(fan_in)``, about the size of initial weights, and at most ``14 / fan_in`` for a fan-in
-        above 50: Adam moves each weight by about the same amount, so that the moves may add up to fan-in
-        times the step in an output (Yang et al., 2021).
+        ``2 / sqrt(fan_in)``, about the size of initial weights, and ``14 / fan_in`` for a fan-in above
+        50: Adam moves each weight by about the same amount, and moves may add up (Yang et al., 2021).
         """
         if not self.is_real or self.prior_scale is None:
             return 1.0

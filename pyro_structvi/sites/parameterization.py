@@ -9,12 +9,7 @@ from torch import Tensor
 
 
 def capped(log_value: Tensor, most: float | None) -> Tensor:
-    """Return ``exp(log_value)`` with a smooth upper bound ``most``, and with a gradient everywhere.
-
-    Example:
-        >>> capped(torch.tensor([-9.0, 9.0]), most=1.0)
-        tensor([1.2339e-04, 9.9988e-01])
-    """
+    """Return ``exp(log_value)`` with a smooth upper bound ``most``, and with a gradient everywhere."""
     return log_value.exp() if most is None else most * torch.sigmoid(log_value - math.log(most))
 
 
@@ -42,13 +37,7 @@ def initial_factor(
 
 
 def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parameters of matrices ``(*batch, n, n)``, the inverse of :func:`cholesky_factor`.
-
-    Example:
-        >>> log_diagonal, lower = factor_parameters(torch.tensor([[1.0, 0.0], [6.0, 2.0]]))
-        >>> lower
-        tensor([3.])
-    """
+    """Return the parameters of matrices ``(*batch, n, n)``, the inverse of :func:`cholesky_factor`."""
     diagonal = scale_tril.diagonal(dim1=-2, dim2=-1)
     size, device = diagonal.shape[-1], diagonal.device
     rows, columns = torch.tril_indices(size, size, offset=-1, device=device)

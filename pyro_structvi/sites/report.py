@@ -1,7 +1,7 @@
 """Reports of the posterior and the sampling of each parameter, and estimates of memory."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import pyro.poutine as poutine
@@ -17,8 +17,6 @@ from pyro_structvi.weights.lazy import DelayDraws, LazySlice, LazyWeight
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteUse
 from pyro_structvi.weights.weight_distribution import WeightDistribution
-
-_HEAD = ("name", "shape", "state", "posterior", "drawn", "why", "prior", "scale", "parameters")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,8 @@ class GuideReport:
         return sizes[True] / max(sum(sizes.values()), 1)
 
     def __str__(self) -> str:
-        rows = [_HEAD, *(tuple(map(_cell, astuple(each))) for each in self.parameters)]
+        head = tuple(each.name for each in fields(ParameterReport))
+        rows = [head, *(tuple(map(_cell, astuple(each))) for each in self.parameters)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = (
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -82,9 +81,8 @@ class GuideReport:
 def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
     """Report for each parameter whether it is random, what an ELBO samples, and why.
 
-    One pass is run as by ``StructuredELBO``; the model and the global random state are restored.
-
-    The arguments are the model's, observations included. ``print`` shows the report as a table.
+    One pass is run as by ``StructuredELBO``; the model and the global random state are restored. The
+    arguments are the model's, observations included. ``print`` shows the report as a table.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -122,15 +120,12 @@ def _report_site(
     prior = site.prior_scale if is_owner or site.bias is None else site.bias.prior_scale
     family = type(posterior.family).__name__ if is_owner else f"with {site.name}"
     count = sum(each.numel() for each in posterior.parameters()) if is_owner else 0
-    shape = tuple(value.shape)
     if isinstance(q, PointMass):
-        return ParameterReport(
-            name, shape, "point", family, "weight", "a point", prior, parameters=count
-        )
-    scale = _scale_of(posterior)
-    return ParameterReport(
-        name, shape, "random", family, *_way_of(value, use, q), prior, scale, count
-    )
+        state, drawn, why, scale = "point", "weight", "a point", None
+    else:
+        state, (drawn, why), scale = "random", _way_of(value, use, q), _scale_of(posterior)
+    shape = tuple(value.shape)
+    return ParameterReport(name, shape, state, family, drawn, why, prior, scale, count)
 
 
 def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
@@ -190,9 +185,8 @@ class MemoryEstimate:
         parameters: The number of trained parameters of each site, by name; a joined bias counts with its
             weight, and a shared posterior of several sites has a separate name.
         parameter_bytes: The bytes of all parameters and constants.
-        training_bytes: The bytes of parameters and constants, gradients and Adam's two moments, without
-            activations, and without two further moments of ``StructuredAdam`` for each number of the
-            noise of a correlated posterior.
+        training_bytes: These bytes with gradients and Adam's two moments, without activations and two
+            further moments of ``StructuredAdam`` for each number of a correlated posterior's noise.
     """
 
     parameters: dict[str, int]

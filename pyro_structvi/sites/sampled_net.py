@@ -16,7 +16,7 @@ from pyro_structvi._torch import remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
 from pyro_structvi.nn.random_module import PASS_HOOKS, RandomModule, frozen_names, keep_priors_only
-from pyro_structvi.sites.site_posterior import module_key
+from pyro_structvi.sites.site_posterior import module_key, stack_draws
 from pyro_structvi.weights.site_role import SiteRole
 
 
@@ -68,10 +68,10 @@ def _outermost(module: Any) -> list[nn.Module]:
 
 @checked
 def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
-    """Use one sample of the posterior in all calls of the model in a block.
+    """Use one sample of the posterior, values by site, in all calls of the model in a block.
 
-    It has values by site, or is the result of :meth:`draw`, and is differentiable by the parameters of
-    the guide. Guides and :func:`predict` sample as usual inside of the block.
+    That of :meth:`draw` when None, it is differentiable by the parameters of the guide. Guides and
+    :func:`predict` sample as usual inside of the block.
 
     Returns:
         A context manager that returns the values.
@@ -80,7 +80,6 @@ def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
         ValueError: If a site has no value, or one of another shape than the model's.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
         >>> model = Regressor(bayesianize(nn.Linear(3, 1)), 10, 0.1)
         >>> x = torch.ones(5, 3)
@@ -123,17 +122,13 @@ class SampledFunctions(nn.Module):
     """S functions of one net, each with a sample of all weights, in one pass of ``vmap``.
 
     The weights are buffers, so the module moves between devices and has a state dict. It is
-    differentiable in its inputs, and ``torch.export`` takes it as one graph. The graph has any batch
-    size if the net has no batch normalization. Frozen parameters and buffers are kept once, and layers
-    before the first sampled weight run once for all functions.
+    differentiable in its inputs, and ``torch.export`` takes it as one graph, of any batch size without
+    batch normalization. Frozen parameters and buffers are kept once, and layers before the first
+    sampled weight run once for all functions.
 
     Args:
         nets: Plain nets of one class, with separate weights, and equal frozen parameters and buffers.
         output: From the return value of a net to a tensor, as of a likelihood.
-
-    Example:
-        >>> SampledFunctions([nn.Linear(3, 1), nn.Linear(3, 1)])(torch.zeros(5, 3)).shape
-        torch.Size([2, 5, 1])
     """
 
     def __init__(
@@ -141,11 +136,13 @@ class SampledFunctions(nn.Module):
     ) -> None:
         super().__init__()
         self._output = output
-        rest = iter(nets)
-        net = next(rest)
-        self._net = (net,)  # in a tuple, so that its weights are no state of this module
-        each = [_weights_of(net), *map(_weights_of, rest)]
-        stacked = {name: torch.stack([own[name] for own in each]) for name in each[0]}
+        each: list[dict[str, Tensor]] = []
+        for net in nets:  # one at a time, each freed before the next is made
+            if not each:
+                self._net = (net,)  # in a tuple, so that its weights are no state of this module
+            weights = (pair for pair in net.named_parameters() if pair[1].requires_grad)
+            each.append({name: weight.detach() for name, weight in weights})
+        net, stacked = self._net[0], stack_draws(each)
         others = (*net.named_parameters(), *net.named_buffers())
         shared = {name: value for name, value in others if name not in stacked}
         self._stacked, self._shared = [*stacked], [*shared]
@@ -180,16 +177,12 @@ class SampledFunctions(nn.Module):
         return outputs
 
 
-def _weights_of(net: nn.Module) -> dict[str, Tensor]:
-    return {name: own.detach() for name, own in net.named_parameters() if own.requires_grad}
-
-
 @checked
 def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
     """Return S functions of the net at samples of the posterior, a module with outputs ``(S, *output)``.
 
-    The functions are outputs of the net as by :meth:`to_net`, in evaluation mode: frozen samples for
-    Thompson sampling, gradients by inputs, or deployment by ``torch.export`` and ONNX.
+    They are the outputs of :meth:`to_net` in evaluation mode, for Thompson sampling, gradients by
+    inputs, or deployment by ``torch.export`` and ONNX.
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.

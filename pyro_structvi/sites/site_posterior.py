@@ -1,7 +1,7 @@
-"""The posterior of a site, couplings of sites, their joint distribution, and joined biases."""
+"""The posterior of a site, couplings of sites, and their joint distribution."""
 
 import warnings
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, singledispatch
 from typing import Any, Literal, TypeVar
@@ -14,25 +14,19 @@ from torch.nn import Parameter
 
 from pyro_structvi._pyro import inside_plate
 from pyro_structvi._torch import inside_transform, is_recording
-from pyro_structvi.sites.family import (
-    FactoredFamily,
-    Family,
-    MatrixFamily,
-    as_tensor,
-    check_options,
-)
+from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.weights.lazy import LazySlice, LazyWeight
 from pyro_structvi.weights.site_distributions import Auxiliary, PointMass, quantiles
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import in_single
-from pyro_structvi.weights.weight_distribution import FactoredWeight, WeightDistribution
+from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 
 class SitePosterior(nn.Module):
     """The variational parameters of one site; a call returns its distribution.
 
-    The state dict also holds the options of the family, which define the meaning of the parameters.
+    The state dict also holds the options of the family.
 
     Args:
         family: The kind of posterior.
@@ -45,8 +39,6 @@ class SitePosterior(nn.Module):
         >>> site = LatentSite("weight", torch.Size([2, 3]), 2, constraints.real)
         >>> family = KTied(rank=1)
         >>> posterior = SitePosterior(family, site, family.init(site, torch.zeros(2, 3), 0.01))
-        >>> sorted(name for name, _ in posterior.named_parameters())
-        ['loc', 'log_column_scale', 'log_row_scale']
         >>> posterior().event_shape
         torch.Size([2, 3])
     """
@@ -98,8 +90,7 @@ class SitePosterior(nn.Module):
     def forward(self) -> TorchDistribution:
         """Return the posterior at the current parameters.
 
-        Without gradients the distribution of a :class:`FactoredFamily` is reused as long as the
-        parameters stay equal.
+        Without gradients that of a :class:`FactoredFamily` is reused as long as they stay equal.
         """
         values = {name: self.value(name) for name in self._names}
         is_kept = isinstance(self.family, FactoredFamily) and not torch.is_grad_enabled()
@@ -151,9 +142,9 @@ class Coupling(nn.Module):
     """A value that several sites of a guide share, sampled once for each pass of the model.
 
     ``sample``, ``draw``, ``mean`` and ``marginals`` return, by site, the value that its distribution is
-    conditioned on, such as inducing weights ``(M_out, M_in)`` or a member of an ensemble. Their
-    arguments are the distributions at the current parameters, by site, and the number of the pass,
-    which selects a member of an ensemble; None for any.
+    conditioned on, such as inducing weights ``(M_out, M_in)``. Their arguments are the distributions at
+    the current parameters, by site, and the number of the pass, which selects a member of an ensemble;
+    None for any.
 
     Args:
         sites: The names of the sites.
@@ -212,24 +203,20 @@ class SharedPosterior(Coupling):
         raise NotImplementedError
 
     def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Draw at an auxiliary sample site."""
         name, infer = self.posterior.site.name, SiteRole(coupled=self.coupled, is_auxiliary=True)
         value = pyro.sample(name, self.auxiliary(at[name]), infer=infer.as_infer())
         return self.split(value, at[name])
 
     def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Draw as ordinary tensors."""
         q = at[self.posterior.site.name]
         return self.split(q.rsample(), q)
 
     def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Return the parts of the mean."""
         q = at[self.posterior.site.name]
         return self.split(q.mean, q)
 
     def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Return the parts of the mean, which include variances."""
-        return self.mean(at, number)
+        return self.mean(at, number)  # its parts include variances
 
 
 @singledispatch
@@ -238,8 +225,7 @@ def couple(
 ) -> Coupling | None:
     """Return the coupling of the sites of a family, or None for independent sites.
 
-    Families with a coupling register a function by ``couple.register``. ``scale`` is the initial
-    standard deviation of each element.
+    Families with a coupling register theirs. ``scale`` is that of each element at the start.
     """
     return None
 
@@ -253,7 +239,7 @@ def couple_families(
         groups.setdefault(posterior.family, {})[posterior.site.name] = posterior
     for family, own in groups.items():
         couplings = (each for each in known.values() if isinstance(each, Coupling))
-        coupling = next((each for each in couplings if own.keys() & set(each.sites)), None)
+        coupling = next((each for each in couplings if own.keys() & {*each.sites}), None)
         if coupling is None:
             made = couple(family, own, scale)
             if made is not None:
@@ -295,8 +281,10 @@ class JointPosterior:
         posteriors: Sequence[SitePosterior],
         couplings: Sequence[Coupling],
         uses: Mapping[str, SiteUse],
+        make_plates: Callable[..., Mapping[str, Any]],
     ) -> None:
         self._posteriors, self._couplings, self._uses = posteriors, couplings, uses
+        self._make_plates = make_plates
         shared = [each.posterior for each in couplings if isinstance(each, SharedPosterior)]
         self._every = (*posteriors, *shared)
         self._at = {each.site.name: each() for each in self._every}
@@ -312,32 +300,32 @@ class JointPosterior:
         """Return numbers of samples, to map over by vmap."""
         return torch.arange(count)
 
-    def sample(
-        self,
-        plates: Mapping[str, Any],
-        number: Tensor | int | None = None,
-        left_out: Collection[str] = (),
-    ) -> dict[str, Tensor]:
-        """Sample the sites of a guide by ``pyro.sample``."""
-        values: dict[str, Tensor] = {}
-        at = self._at | {
-            own.site.name: own.of_examples(plates)
-            for own in self._posteriors
-            if own.site.name not in left_out
-            and any(plates[each.name].subsample_size != each.size for each in own.site.plates)
-        }
-        for site, distribution in self.conditionals("sample", True, number, at):
-            if site.name in left_out:
-                continue
-            if site.bias is not None:
-                values |= sample_joined(site, distribution, self._uses)
-                continue
-            with ExitStack() as stack:
-                for plate in site.plates:
-                    stack.enter_context(plates[plate.name])
-                infer = SiteRole(self._uses[site.name]).as_infer()
-                values[site.name] = pyro.sample(site.name, distribution, infer=infer)
-        return values
+    def program(
+        self, number: Tensor | int | None = None, left_out: Collection[str] = ()
+    ) -> Callable[..., dict[str, Tensor]]:
+        """Return a function of the model's arguments that samples every site by ``pyro.sample``.
+
+        The ``number`` of the pass selects a member of a mixture; None for any.
+        """
+
+        def sample(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            own = [each for each in self._posteriors if each.site.name not in left_out]
+            around = [plate for each in own for plate in each.site.plates]
+            plates = self._make_plates(around, args, kwargs)
+            at = self._at | {
+                each.site.name: each.of_examples(plates)
+                for each in own
+                if any(
+                    plates[plate.name].subsample_size != plate.size for plate in each.site.plates
+                )
+            }
+            values: dict[str, Tensor] = {}
+            for site, distribution in self.conditionals("sample", True, number, at):
+                if site.name not in left_out:
+                    values |= _sample_site(site, distribution, self._uses, plates)
+            return values
+
+        return sample
 
     def draw(self, local: bool = False, number: Tensor | int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, as ordinary tensors; see :meth:`StructuredGuide.draw`."""
@@ -442,70 +430,46 @@ def stack_draws(draws: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
 
 
-def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, LatentSite]) -> str:
-    """Return the name of the bias to join with a weight, or "" for none.
-
-    The bias of ``<name>weight<suffix>`` is ``<name>bias<suffix>``, real, of shape ``(out,)``. A family
-    that does not fit the weight with a further column has none.
-    """
-    if not (isinstance(family, MatrixFamily) and family.join_bias and len(site.shape) >= 2):
-        return ""
-    module, _, attribute = site.name.rpartition(".")
-    name = f"{module}.".lstrip(".") + attribute.replace("weight", "bias")
-    bias = sites.get(name)
-    if bias is None or not bias.is_real or bias.is_batch or bias.shape != site.shape[:1]:
-        return ""
-    return name if family.fits(site.join_bias(bias)) else ""
-
-
-def sample_joined(
-    site: LatentSite, distribution: WeightDistribution, uses: Mapping[str, SiteUse]
+def _sample_site(
+    site: LatentSite,
+    distribution: Any,
+    uses: Mapping[str, SiteUse],
+    plates: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Sample a weight and its bias in a guide, at an auxiliary site of their joint distribution.
+    """Sample a site in a guide; a weight and its bias at an auxiliary site of their joint distribution.
 
-    The two sites of the model are point masses at slices of the joint sample.
+    The two sites of the model are then point masses at slices of the joint sample.
     """
-    assert site.bias is not None
-    counts = {uses[name].count for name in site.names}
-    once = all(uses[name].allows_outputs for name in site.names)
-    count = 1 if once else 0 if counts == {0} else None
-    eager_reason = uses[site.names[0]].eager_reason or uses[site.names[1]].eager_reason
-    use = SiteUse(site.name, uses[site.name].local_reparam, count, eager_reason)
+    own = [uses[name] for name in site.names]
+    if site.bias is None:
+        with ExitStack() as stack:
+            for plate in site.plates:
+                stack.enter_context(plates[plate.name])
+            infer = SiteRole(own[0]).as_infer()
+            return {site.name: pyro.sample(site.name, distribution, infer=infer)}
+    once, unused = all(use.allows_outputs for use in own), all(use.count == 0 for use in own)
+    count = 1 if once else 0 if unused else None
+    eager_reason = own[0].eager_reason or own[1].eager_reason
+    use = SiteUse(site.name, own[0].local_reparam, count, eager_reason)
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
     shapes = dict(zip(site.names, (site.bias.weight_shape, joint.shape[:1]), strict=True))
-    parts: Mapping[str, Tensor]
     if isinstance(joint, LazyWeight):
-        parts = {
-            name: LazySlice(joint, shape, partial(_part, site, name), uses[name])
-            for name, shape in shapes.items()
+        takes = {name: lambda value, name=name: site.split(value)[name] for name in shapes}
+        parts: dict[str, Tensor] = {
+            name: LazySlice(joint, shape, takes[name], uses[name]) for name, shape in shapes.items()
         }
     else:
         parts = site.split(joint)
     infer = SiteRole(is_slice=True).as_infer()
-    return {
-        name: pyro.sample(
-            name, PointMass(part, len(shapes[name]), validate_args=False), infer=infer
-        )
+    points = {
+        name: PointMass(part, len(shapes[name]), validate_args=False)
         for name, part in parts.items()
     }
-
-
-def _part(site: LatentSite, name: str, value: Tensor) -> Tensor:
-    return site.split(value)[name]
+    return {name: pyro.sample(name, point, infer=infer) for name, point in points.items()}
 
 
 def joint_name(site: LatentSite) -> str:
     """Return the name ``<weight>+<bias>`` of a joint site in the trace of the guide."""
     weight, bias = site.names
     return f"{weight}+{bias.rpartition('.')[-1]}"
-
-
-def check_joined(found: Container[str], weight_of: Mapping[str, str]) -> None:
-    """Raise a ``ValueError`` if a model samples only one of a weight and its joined bias."""
-    for bias, weight in weight_of.items():
-        if (bias in found) != (weight in found):
-            raise ValueError(
-                f"The weight '{weight}' is joined with its bias '{bias}', but the model samples "
-                f"only one of them. Give it a family with `join_bias=False`."
-            )

@@ -1,6 +1,6 @@
 """A guide with a family for each latent site of a model."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import pyro.poutine as poutine
@@ -20,7 +20,7 @@ from pyro_structvi.sites.family import (
     InitLocFn,
     check_patterns,
     choose_families,
-    has_own_pattern,
+    joins_with,
 )
 from pyro_structvi.sites.finding import (
     FoundSite,
@@ -38,10 +38,8 @@ from pyro_structvi.sites.site_posterior import (
     Coupling,
     JointPosterior,
     SitePosterior,
-    check_joined,
     check_no_plates_around,
     couple_families,
-    joins_with,
     module_key,
 )
 from pyro_structvi.weights.site_role import LocalReparam, SiteUse
@@ -50,19 +48,16 @@ from pyro_structvi.weights.site_role import LocalReparam, SiteUse
 class StructuredGuide(OwningAutoGuide):
     r"""A guide with one posterior for each latent site, of the family chosen for it.
 
-    Sites that a module tree declares (``PyroSample``) have parameters from the start, so that a state
-    dict can be loaded before any data was seen. Sites sampled in a function are found by a run of the
-    model, at the first call or by :meth:`initialize`; this run also counts the uses of each weight.
-
-    The guide owns its parameters. Pyro's param store mirrors them under the name of the guide's class,
-    and is never read: save and restore a guide by ``state_dict``.
+    Sites that a module tree declares (``PyroSample``) have parameters from the start. Sites sampled in a
+    function are found by a run of the model, at the first call or by :meth:`initialize`; this run also
+    counts the uses of each weight. The guide owns its parameters, which Pyro's param store only mirrors:
+    save and restore a guide by ``state_dict``.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         families: A family for each pattern of site names, such as ``{"net.0.*": KTied(2), "*":
             MeanField()}``, with wildcards as in a shell. A site has the first matching family that
-            fits it. Other vectors, scalars and constrained sites have mean field; a weight without a
-            family is an error.
+            fits it. Other vectors, scalars and constrained sites have mean field.
         init_scale: The initial standard deviation of each element, in the unconstrained space.
         init_loc_fn: The initial center of a posterior, a function of a site as in
             :mod:`pyro.infer.autoguide.initialization`. By default, and if it returns None, a weight
@@ -80,15 +75,13 @@ class StructuredGuide(OwningAutoGuide):
             a site is discrete.
 
     Example:
-        >>> import pyro
-        >>> from pyro_structvi import Classifier, StructuredELBO, bayesianize
+        >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.families import KTied, MeanField
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> model = Classifier(bayesianize(net, prior=1.0), num_data=20)
         >>> guide = StructuredGuide(model, {"net.0.weight": MeanField(), "*": KTied(rank=2)})
-        >>> svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), StructuredELBO())
-        >>> isinstance(svi.step(torch.randn(20, 4), torch.zeros(20, dtype=torch.long)), float)
-        True
+        >>> guide["net.2.weight"].family
+        KTied(rank=2)
     """
 
     @checked
@@ -132,7 +125,7 @@ class StructuredGuide(OwningAutoGuide):
 
     @property
     def uses(self) -> Mapping[str, SiteUse]:
-        """The uses of each site in the runs of the model by :meth:`initialize`."""
+        """The uses of each site in the runs by :meth:`initialize`."""
         return self._uses
 
     @property
@@ -150,12 +143,11 @@ class StructuredGuide(OwningAutoGuide):
 
         The first call of the guide does this. Call it before to load a state dict into the guide of a
         function, or again with arguments that take another path through the model: the number of uses is
-        the maximum over all runs. Existing parameters are kept. The arguments are the model's,
-        observations included; their values do not matter.
+        the maximum over all runs. The arguments are the model's, observations included; their values do
+        not matter.
 
         Raises:
-            ValueError: If a pattern matches no site, if a weight has no family, or if the model has
-                no latent site.
+            ValueError: If a pattern matches no site, a weight has no family, or there is no latent site.
             RuntimeError: If the guide was unpickled and has no model.
         """
         if self.model is None:
@@ -180,9 +172,6 @@ class StructuredGuide(OwningAutoGuide):
 
         Under ``Predictive`` the model samples local sites of other examples than in training, with a
         :class:`LocalLatentWarning`.
-
-        Raises:
-            RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
         joint = self.begin_pass(*args, **kwargs)
         local = [name for name in self.local_site_names if not self[name].site.is_subsampled]
@@ -193,28 +182,7 @@ class StructuredGuide(OwningAutoGuide):
             shapes = {name: each.site.shape for name, each in found.items()}
             new = [name for name in local if self[name].site.shape != shapes.get(name)]
             warn_of_local_latents([name for name in local if name not in new], new)
-        return self._sample_sites(joint, None, new, args, kwargs)
-
-    def in_pass(
-        self, joint: JointPosterior, number: Tensor | int | None
-    ) -> Callable[..., dict[str, Tensor]]:
-        """Return a function that samples every site from the distributions of :meth:`begin_pass`.
-
-        The ``number`` of the pass selects a member of a mixture; None for any.
-        """
-        return lambda *args, **kwargs: self._sample_sites(joint, number, (), args, kwargs)
-
-    def _sample_sites(
-        self,
-        joint: JointPosterior,
-        number: Tensor | int | None,
-        left_out: Collection[str],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> dict[str, Tensor]:
-        sites = (self[name].site for name in self._uses if name not in left_out)
-        plates = self.make_plates((plate for site in sites for plate in site.plates), args, kwargs)
-        return joint.sample(plates, number, left_out)
+        return joint.program(left_out=new)(*args, **kwargs)
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
         """Declare the parameters to Pyro, and return the distributions for all passes of a step."""
@@ -233,7 +201,8 @@ class StructuredGuide(OwningAutoGuide):
                 "The guide knows no latent site yet, since its model declares none before it runs. "
                 "Train it, or call `guide.initialize(...)` with the model's arguments, first."
             )
-        return JointPosterior([*self._own_posteriors()], [*self._couplings()], self._uses)
+        own, couplings = [*self._own_posteriors()], [*self._couplings()]
+        return JointPosterior(own, couplings, self._uses, self.make_plates)
 
     def all_posteriors(self) -> Iterator[SitePosterior]:
         """Return the posteriors of sites and couplings, which hold the parameters."""
@@ -330,15 +299,19 @@ class StructuredGuide(OwningAutoGuide):
     @torch.no_grad()
     def _adopt(self, found: dict[str, FoundSite]) -> None:
         """Make posteriors for new sites; nothing changes on an error."""
-        check_joined(found, self._weight_of)
+        for bias, weight in self._weight_of.items():
+            if (bias in found) != (weight in found):
+                raise ValueError(
+                    f"The weight '{weight}' is joined with its bias '{bias}', but the model samples "
+                    "only one of them. Give it a family with `join_bias=False`."
+                )
         sites = {name: item.site for name, item in found.items()}
         new = {name: site for name, site in sites.items() if name not in self}
         chosen = choose_families(new, self.families)
         weight_of = self._weight_of | {
             bias: name
             for name, family in chosen.items()
-            if (bias := joins_with(sites[name], family, sites)) in chosen
-            and not has_own_pattern(bias, name, self.families)
+            if (bias := joins_with(sites[name], family, sites, self.families)) in chosen
         }
         for bias, weight in weight_of.items():
             if weight in sites:
@@ -348,11 +321,7 @@ class StructuredGuide(OwningAutoGuide):
             if name in sites:
                 locs = [start_of(found[each], self.init_loc_fn) for each in sites[name].names]
                 # A bias is the last column of its weight.
-                loc = (
-                    locs[0]
-                    if len(locs) == 1
-                    else torch.cat([locs[0].flatten(1), locs[1][:, None]], 1)
-                )
+                loc = torch.cat([locs[0].flatten(1), locs[1][:, None]], 1) if locs[1:] else locs[0]
                 start = family.init(sites[name], loc, self.init_scale)
                 made[module_key(name)] = SitePosterior(family, sites[name], start)
         self.posteriors.update(made)

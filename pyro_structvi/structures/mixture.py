@@ -197,15 +197,6 @@ class MixtureGuide(StructuredGuide):
             self._initialize_if_needed(args, kwargs)
         return JointMixture(self)
 
-    def in_pass(
-        self,
-        joint: "JointMixture",  # type: ignore[override]
-        number: Any,
-    ) -> Callable[..., dict[str, Tensor]]:
-        return lambda *args, **kwargs: joint.at_member(
-            number, lambda member, own: member.in_pass(own, None)(*args, **kwargs)
-        )
-
     @checked
     def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, from one member, as ordinary tensors.
@@ -312,6 +303,11 @@ class JointMixture:
         state = {f"guide.{name}": value for name, value in number.items()}
         found: T = functional_call(_With(guide.members[0]), state, (read,))
         return found
+
+    def program(self, number: Any = None) -> Callable[..., dict[str, Tensor]]:
+        return lambda *args, **kwargs: self.at_member(
+            number, lambda _, joint: joint.program()(*args, **kwargs)
+        )
 
     def conditionals(
         self, how: How, local: bool = False, number: int | None = None

@@ -15,9 +15,8 @@ from torch.distributions import constraints
 
 from pyro_structvi.nn.conversion import bayesianize
 from pyro_structvi.nn.regressors import Regressor
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import Family, joins_with
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.site_posterior import joins_with
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.contracts import Contract, fixed_seed
 from pyro_structvi.testing.guides import differences, draws, elbo_gradients

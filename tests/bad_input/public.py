@@ -38,7 +38,7 @@ METHODS_BETWEEN_PARTS = {
     # of guides, for files
     *("change_families", "from_options"),
     # of guides, for objectives
-    *("begin_pass", "in_pass", "joint_posterior", "make_plates"),
+    *("begin_pass", "joint_posterior", "make_plates"),
     # of guides, with the model's arguments as `initialize` has them
     *("median", "call"),
     # of torch's modules, whose argument is torch's

@@ -71,7 +71,7 @@ def test_the_average_log_weight_is_the_elbo_of_every_guide(name):
     joint = guide.begin_pass(*data)
     with torch.no_grad():
         weights = importance._of_draws(
-            lambda number: importance._log_weight(model, guide.in_pass(joint, None), data, {}),
+            lambda number: importance._log_weight(model, joint.program(), data, {}),
             150,
             size=0,
         )
@@ -132,9 +132,9 @@ def test_the_weight_of_a_draw_by_densities_written_out(function, density, shape)
     guide.initialize(*data)
     joint = guide.begin_pass(*data)
     torch.manual_seed(3)
-    values = guide.in_pass(joint, None)(*data)
+    values = joint.program()(*data)
     torch.manual_seed(3)
-    found = importance._log_weight(function, guide.in_pass(joint, None), data, {})
+    found = importance._log_weight(function, joint.program(), data, {})
     of_guide = sum(guide[name]().log_prob(value).sum() for name, value in values.items())
     torch.testing.assert_close(found, density(*data, **values) - of_guide, rtol=1e-12, atol=1e-12)
     assert math.isfinite(pareto_k(function, guide, *data, num_samples=100).k_hat)

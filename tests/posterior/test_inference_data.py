@@ -265,7 +265,7 @@ def call(**options):
     return ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, 4, **options)
 
 
-NEW = "`functions` must have new names, but"
+NEW = "`functions` and `outputs` must have new names, but"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ NEW = "`functions` must have new names, but"
         (
             {"sites": ["*.bias", "net.9.*"]},
             ValueError,
-            r"`sites` must be .* of the sites \['net.0.weight', .*, but 'net.9.\*' matches none",
+            r"pattern 'net.9.\*' of `sites` matches none of the sites \['net.0.weight', ",
         ),
         ({"functions": {"net.0.bias": len}, "sites": ()}, ValueError, f"{NEW} 'net.0.bias' is a"),
         ({"functions": {"obs": len}}, ValueError, f"{NEW} 'obs' is"),
@@ -315,7 +315,7 @@ def test_a_model_without_outputs_or_with_a_site_of_that_name_is_refused():
         ps.to_inference_data(hierarchical_function, guide, x, y, 4, outputs=True)
     guide = ps.MeanFieldGuide(has_site)
     guide.initialize(x, y)
-    with pytest.raises(ValueError, match="has a site 'outputs', so `outputs` must be False"):
+    with pytest.raises(ValueError, match=f"{NEW} 'outputs' is a site"):
         ps.to_inference_data(has_site, guide, x, y, 4, outputs=True)
 
 
