@@ -10,8 +10,8 @@ from pyro_structvi.maps.calls import (
     Application,
     FactorApplication,
     Lookup,
-    Rewrite,
     parse_application,
+    rewritten,
 )
 from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
@@ -27,9 +27,10 @@ def moments_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the moments of the result of a function of torch."""
+    outputs = rewritten(function, args, kwargs)
+    if outputs is not None:
+        return outputs
     reading = parse_application(function, args, kwargs)
-    if isinstance(reading, Rewrite):
-        return reading.compute()
     if isinstance(reading, Application):
         return linear_moments(reading)
     if isinstance(reading, Lookup):

@@ -16,8 +16,8 @@ from pyro_structvi.maps.calls import (
     Call,
     FactorApplication,
     Lookup,
-    Rewrite,
     parse_application,
+    rewritten,
 )
 from pyro_structvi.maps.linear_map import BiasColumnMap, FactoredDraw, LinearMap, shape_per_example
 from pyro_structvi.weights.outputs import flipout
@@ -86,12 +86,11 @@ class WeightPlaceholder(Tensor):
         kwargs = kwargs or {}
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)
-        view = _read_view(func, args, kwargs)
-        if view is not None:
-            return view
+        for rule in (_read_view, rewritten):
+            found = rule(func, args, kwargs)
+            if found is not None:
+                return found
         call = parse_application(func, args, kwargs)
-        if isinstance(call, Rewrite):
-            return call.compute()
         if call is not None and isinstance(call.weight, WeightPlaceholder):
             call.weight._check_input(call)
             outputs = call.weight.sample_outputs(call)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.maps.attention import read_attention
+from pyro_structvi.maps.attention import attention
 from pyro_structvi.weights.lazy import LazyWeight
 from tests.lazy_weights import lazy, narrow_normal
 from tests.unit_noise import close
@@ -43,7 +43,7 @@ def arguments(x, bias=True, **options):
 
 
 def assert_same(given):
-    ours, theirs = read_attention(**given)(), F.multi_head_attention_forward(**given)
+    ours, theirs = attention(**given), F.multi_head_attention_forward(**given)
     close(ours[0], theirs[0])
     assert (ours[1] is None) == (theirs[1] is None)
     if ours[1] is not None:
@@ -75,7 +75,7 @@ def test_biases_heads_and_single_examples(bias):
 def test_dropout_is_for_training(training):
     x = torch.randn(LENGTH, BATCH, SIZE)
     given = arguments(x, dropout_p=0.5, training=training)
-    draws = [read_attention(**given)()[0] for _ in range(2)]
+    draws = [attention(**given)[0] for _ in range(2)]
     assert torch.equal(*draws) != training
 
 
@@ -102,7 +102,7 @@ def test_what_is_not_served_is_torchs():
         {"add_zero_attn": True},
         {"bias_k": torch.zeros(1, 1, SIZE), "bias_v": torch.zeros(1, 1, SIZE)},
     ):
-        assert read_attention(**(arguments(x) | options)) is None
+        assert attention(**(arguments(x) | options)) is None
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
