@@ -119,7 +119,6 @@ class OrthonormalRows(torch.autograd.Function):
     def setup_context(
         ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Keep the rows and the diagonal, which determine ``L^-1``."""
         (_, diagonal), (basis, remainder, jitter) = inputs, output
         ctx.save_for_backward(basis, remainder, diagonal, jitter)
         ctx.mark_non_differentiable(jitter)
@@ -129,7 +128,6 @@ class OrthonormalRows(torch.autograd.Function):
     def backward(
         ctx: Any, of_basis: Tensor | None, of_remainder: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients with respect to ``Z`` and ``D``."""
         basis, remainder, diagonal, jitter = ctx.saved_tensors
         given = ((of_basis, basis), (of_remainder, remainder))
         products = [gradient @ rows.mT for gradient, rows in given if gradient is not None]
@@ -148,7 +146,6 @@ class OrthonormalRows(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, int | None], factor: Tensor, diagonal: Tensor
     ) -> tuple[Any, tuple[int, int, int]]:
-        """Return the result for a further batch dimension."""
         values = zip((factor, diagonal), in_dims, strict=True)
         batches = (
             value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)

@@ -22,8 +22,7 @@ from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 class Arrangement:
     """A permutation of a weight's dimensions to ``(*stack, out, *rest)``, with a reshape.
 
-    ``F.linear`` and convolutions take a weight ``(out, *rest)``, ``addmm`` takes ``(in, out)``, and a
-    product of stacked matrices takes ``(stack, in, out)``.
+    ``addmm`` takes a weight ``(in, out)``, a product of stacked matrices ``(stack, in, out)``.
 
     Attributes:
         dims: The dimensions of the weight in this order; several of them may be outputs.
@@ -113,10 +112,7 @@ class Application(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """A call that looks up rows of a matrix, ``weight[x]`` for integers ``x (batch, *positions)``.
-
-    Rows at ``padding_idx`` get no gradient.
-    """
+    """A lookup of rows by integers ``(batch, *positions)``; ``padding_idx`` gets no gradient."""
 
     x: Any
     weight: Any
@@ -266,9 +262,8 @@ _READERS: dict[Callable[..., Any], Callable[..., Call | None]] = {
 def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate a function of inputs and a factor, so that a lazy factor is sampled for each example.
 
-    For layers whose weight is a function of a small factor: each example then has a separate weight,
-    and the joint distribution of its outputs is exact. A factor that the model uses twice is sampled
-    once, as any :class:`~pyro_structvi.weights.lazy.LazyWeight`.
+    For layers whose weight is a function of a small factor: the joint distribution of the outputs of an
+    example is then exact. A factor that the model uses twice is sampled once.
 
     Args:
         function: Called as ``function(x, factor, ...)``, also with examples ``x.shape[:1]`` in front of

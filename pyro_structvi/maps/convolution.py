@@ -65,9 +65,8 @@ class ConvolutionMap(LinearMap):
     Inputs are ``(batch, c_in, *space)`` or ``(c_in, *space)``.
 
     Attributes:
-        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``, whose arguments are those below.
+        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``, which takes the arguments below.
         kernel_shape: ``(c_in / groups, *kernel)``, the trailing dimensions of the weight.
-        groups: Each group has separate channels and rows of the matrix.
 
     Example:
         >>> linear_map = ConvolutionMap(torch.nn.functional.conv1d, (2, 3), padding=1)
@@ -93,7 +92,7 @@ class ConvolutionMap(LinearMap):
         """Convolve with the same filters in every group.
 
         A few filters are applied at all places of the kernel by one product whose parts are shifted
-        and added, since a convolution takes longer to lay out its input than to apply them.
+        and added: a convolution takes longer to lay out its input than to apply them.
         """
         bias = None if bias is None else bias.repeat(self.groups)
         if not self._multiplies_first(x, matrix):
@@ -114,7 +113,6 @@ class ConvolutionMap(LinearMap):
         return outputs if bias is None else outputs + bias.reshape(-1, *self._ones)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
-        """Sum the squares of each patch, by a convolution of the squares with ones."""
         channel = x.dim() + self.channel_dim
         grouped = x.unflatten(channel, (self.groups, -1))
         lengths = torch.linalg.vector_norm(grouped, dim=channel + 1)
@@ -143,7 +141,6 @@ class ConvolutionMap(LinearMap):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Convolve scaled inputs with concatenated filters, unless scaled outputs are smaller."""
         if not self._scales_inputs(x, matrices, onto):
             return super().combine(x, coefficients, matrices, onto, biases)
         batch, channel = coefficients.shape[:-1], x.dim() + self.channel_dim
@@ -175,7 +172,7 @@ class ConvolutionMap(LinearMap):
         return self.function(hidden, filters, bias, groups=self.groups)
 
     def _multiplies_first(self, x: Tensor, matrix: Tensor) -> bool:
-        """Whether filters at all places of the kernel are no more channels than the input has."""
+        """Whether filters at all places of the kernel are no more than the channels of the input."""
         places = Size(self.kernel_shape[1:]).numel()
         is_few = len(matrix) * places <= self.kernel_shape[0]
         return is_few and x.is_contiguous() and not is_half(x)
@@ -210,10 +207,9 @@ class ConvolutionMap(LinearMap):
 
 @dataclass(frozen=True)
 class TransposedConvolutionMap(ConvolutionMap):
-    """The map of a transposed convolution without groups, for a weight seen as ``(out, in, *kernel)``.
+    """The map of :func:`torch.nn.functional.conv_transpose2d` and its like, without groups.
 
-    Torch keeps such weights as ``(in, out, *kernel)``. See
-    :func:`torch.nn.functional.conv_transpose2d`.
+    The weight is seen as ``(out, in, *kernel)``; torch keeps it as ``(in, out, *kernel)``.
     """
 
     output_padding: Any = 0

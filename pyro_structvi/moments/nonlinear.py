@@ -103,7 +103,6 @@ class ReluMoments(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save the inputs, the mean, and the parts of the derivatives."""
         loc, _, tail, density = output
         ctx.mark_non_differentiable(tail, density)
         ctx.save_for_backward(*inputs, loc, tail, density)
@@ -111,13 +110,11 @@ class ReluMoments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_loc: Tensor, of_variance: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Return the gradients by mean and variance."""
         loc_m, loc_v, variance_m, variance_v = _derivatives(*ctx.saved_tensors)
         return of_loc * loc_m + of_variance * variance_m, of_loc * loc_v + of_variance * variance_v
 
     @staticmethod
     def jvp(ctx: Any, of_m: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return the changes of mean and variance."""
         loc_m, loc_v, variance_m, variance_v = _derivatives(*ctx.saved_tensors)
         return loc_m * of_m + loc_v * of_v, variance_m * of_m + variance_v * of_v, None, None
 

@@ -345,7 +345,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
         return event_sum(self.whiten(difference).square(), len(self.noise_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
             self._validate_sample(value)
         size: int = self.event_shape.numel()
@@ -367,7 +366,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
     ) -> TorchDistribution:
-        """Return the distribution of the outputs, with variances in the precision of the parameters."""
         linear_map = self.map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
@@ -416,7 +414,6 @@ class IndependentWeight(GaussianWeight, abstract=True):
         return torch.addcmul(self.loc, noise, self.stddev)  # one pass over memory
 
     def spread(self, moment: Tensor) -> Tensor:
-        """Return the diagonal matrices of ``sum_j Var(W_ij) S_jj``."""
         diagonal = moment.diagonal(dim1=-2, dim2=-1)
         return torch.diag_embed(diagonal @ self.as_matrix(self.variance).mT)
 
