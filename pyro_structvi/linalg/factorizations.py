@@ -59,23 +59,18 @@ torch.library.register_fake(
 
 
 def _best_of_all(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    jitter = smallest_jitter(matrix)
+    """Return the factor with the smallest jitter that works for each matrix; 0 if none does."""
+    with torch.no_grad():
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+        tried = torch.stack([diagonal * jitter for jitter in JITTERS], -1)
+        _, failed = _try_cholesky(add_to_diagonal(matrix.unsqueeze(-3), tried))
+        jitter = tried.gather(-1, failed.long().argmin(-1, keepdim=True)).squeeze(-1)
     return _with_jitter(matrix, jitter), jitter
 
 
 def _with_jitter(matrix: Tensor, jitter: Tensor) -> Tensor:
     tril, failed = _try_cholesky(add_to_diagonal(matrix, jitter))
     return tril.masked_fill(failed[..., None, None], torch.nan)
-
-
-@torch.no_grad()
-def smallest_jitter(matrix: Tensor) -> Tensor:
-    """Return the smallest jitter ``(*batch,)`` that works for each matrix; 0 if none does."""
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
-    tried = torch.stack([diagonal * jitter for jitter in JITTERS], -1)
-    _, failed = _try_cholesky(add_to_diagonal(matrix.unsqueeze(-3), tried))
-    first = failed.long().argmin(-1, keepdim=True)
-    return tried.gather(-1, first).squeeze(-1)
 
 
 def _try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:

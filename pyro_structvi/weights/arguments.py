@@ -47,8 +47,8 @@ class Argument:
 
     Args:
         shape: The dimensions behind the batch, such as ``"out, in, in"``: ``out`` and ``in`` are
-            those of the weight as a matrix, ``D`` is their product, ``in / g`` a quotient, and another letter a
-            free size, the same in all arguments.
+            those of the weight as a matrix, ``D`` is their product, ``in / g`` a quotient, and
+            another letter a free size, the same in all arguments.
         constraint: The constraint of its values.
     """
 

@@ -37,17 +37,8 @@ class OutputDistribution(TorchDistribution):
         return self.loc
 
     @property
-    def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
-        raise NotImplementedError
-
-    @property
     def covariance_matrix(self) -> Tensor:
         """The dense covariance ``(*batch_shape, E, E)`` for E outputs; for small sizes."""
-        raise NotImplementedError
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         raise NotImplementedError
 
 

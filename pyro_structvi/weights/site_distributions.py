@@ -323,12 +323,30 @@ class JoinedPrior(Distribution):
         bias = expected_neg_log_prob(mean[..., -1], variance[..., -1], self.bias)
         return torch.cat([weight, bias.unsqueeze(-1)], -1)
 
-    def normals(self) -> tuple[Any, Any] | None:
-        """Return both priors as plain normals, or None if one of them is not normal."""
-        weight, bias = _base(self.weight), _base(self.bias)
+    def as_normal(self) -> Normal | None:
+        """Return independent normals over ``(out, in + 1)``, or None if a prior is not normal."""
+        weight, bias = _without_wrappers(self.weight), _without_wrappers(self.bias)
         if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
             return None
-        return weight, bias
+        loc = self._join(weight.loc, bias.loc)
+        return Normal(loc, self._join(weight.scale, bias.scale), validate_args=False)
+
+    def _join(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return ``(out, in + 1)``, or ``(1, in + 1)`` if both are constant."""
+        shape = self.weight_shape
+        weight = shrink(weight.expand(shape), len(shape))
+        bias = shrink(bias.expand(shape[:1]), 1)
+        rows = 1 if weight.numel() == bias.numel() == 1 else shape[0]
+        full = weight.expand(rows, *shape[1:]).flatten(1)
+        return torch.cat([full, bias.expand(rows).unsqueeze(-1)], -1)
+
+
+def _without_wrappers(prior: Any) -> Any:
+    """Return the base of a prior, as plain normals if it is a weight of independent elements."""
+    base = base_of(prior)
+    if isinstance(base, IndependentWeight):
+        return Normal(base.loc, base.stddev, validate_args=False)
+    return base
 
 
 @register_kl(GaussianWeight, Normal)
@@ -381,37 +399,12 @@ def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
 @register_kl(WeightDistribution, IndependentWeight)
 def kl_weight_independent(q: WeightDistribution, p: IndependentWeight) -> Tensor:
     """KL to a prior that is a weight distribution with independent elements."""
-    return kl_divergence(q, _plain(p))
+    return kl_divergence(q, _without_wrappers(p))
 
 
 @register_kl(GaussianWeight, JoinedPrior)
-def kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
+def _kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
     """KL to separate priors of a weight and its bias."""
-    normals = p.normals()
-    if normals is None:
-        divergence: Tensor = kl_from_moments(q, p)
-        return divergence
-    weight, bias = normals
-    loc, scale = (
-        _join(getattr(weight, name), getattr(bias, name), p.weight_shape)
-        for name in ("loc", "scale")
-    )
-    return kl_divergence(q, Normal(loc, scale, validate_args=False))
-
-
-def _base(prior: Any) -> Any:
-    prior = base_of(prior)
-    return _plain(prior) if isinstance(prior, IndependentWeight) else prior
-
-
-def _plain(p: IndependentWeight) -> Normal:
-    return Normal(p.loc, p.stddev, validate_args=False)
-
-
-def _join(weight: Tensor, bias: Tensor, weight_shape: torch.Size) -> Tensor:
-    """Return ``(out, in + 1)``, or ``(1, in + 1)`` if both are constant."""
-    weight = shrink(weight.expand(weight_shape), len(weight_shape))
-    bias = shrink(bias.expand(weight_shape[:1]), 1)
-    rows = 1 if weight.numel() == bias.numel() == 1 else weight_shape[0]
-    full = weight.expand(rows, *weight_shape[1:]).flatten(1)
-    return torch.cat([full, bias.expand(rows).unsqueeze(-1)], -1)
+    normal = p.as_normal()
+    nats: Tensor = kl_from_moments(q, p) if normal is None else kl_divergence(q, normal)
+    return nats
