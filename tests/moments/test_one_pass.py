@@ -30,6 +30,11 @@ from tests.moments.one_layer import (
 GUIDES = {**guides_for("tests"), **points_for("tests")}
 
 
+@pytest.fixture
+def x():
+    return torch.randn(SIZE, 3)
+
+
 # ---- the moments of one random layer, under every guide ------------------------------------------
 
 
