@@ -106,7 +106,8 @@ class ConvolutionMap(LinearMap):
         if count > pixels or not hidden.is_contiguous():
             # The strides of a transposed matrix look like channels-last to torch, which would copy.
             pointwise = matrix.reshape(*matrix.shape, *self._ones).contiguous()
-            return self._multiply_pointwise(hidden, pointwise, bias)
+            convolve = (F.conv1d, F.conv2d, F.conv3d)[len(space) - 1]
+            return convolve(hidden, pointwise, bias, groups=self.groups)
         channels = hidden.reshape(batch.numel(), self.groups, count, pixels)
         mixed = multiply_each(matrix.unflatten(0, (self.groups, -1)), channels)
         outputs = mixed.reshape(*batch, len(matrix), *space)
@@ -168,9 +169,6 @@ class ConvolutionMap(LinearMap):
             x, filters, bias, self.stride, self.padding, self.dilation, self.groups
         )
 
-    def _multiply_pointwise(self, hidden: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
-        return self.function(hidden, filters, bias, groups=self.groups)
-
     def _multiplies_first(self, x: Tensor, matrix: Tensor) -> bool:
         """Whether filters at all places of the kernel are no more than the channels of the input."""
         places = Size(self.kernel_shape[1:]).numel()
@@ -218,9 +216,6 @@ class TransposedConvolutionMap(ConvolutionMap):
         settings = (self.stride, self.padding, self.output_padding, 1, self.dilation)
         filters = filters.transpose(0, 1).to(x.dtype)  # autocast on a CPU casts products alone
         return self.function(x, filters, bias, *settings)
-
-    def _multiply_pointwise(self, hidden: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
-        return self.function(hidden, filters.transpose(0, 1), bias)
 
     def _multiplies_first(self, x: Tensor, matrix: Tensor) -> bool:
         """Return False, since a transposed convolution has no shifted inputs."""

@@ -250,8 +250,13 @@ def _power(exponent: Any) -> ClosedForm | None:
     return square if exponent == 2 else None
 
 
-# By torch's names: from the arguments after the input to the closed form.
-CLOSED_FORMS: dict[str, Callable[..., ClosedForm | None]] = {
+SMOOTH = (
+    *("erf", "gelu", "hardswish", "log_sigmoid", "mish", "sigmoid", "silu", "softplus"),
+    *("softsign", "tanh"),
+)
+# By torch's names: from the arguments after the input to the closed form; None for quadrature.
+NONLINEARITIES: dict[str, Callable[..., ClosedForm | None] | None] = {
+    **dict.fromkeys(SMOOTH),
     "abs": lambda: leaky_relu(-1.0),
     "clamp": lambda min=None, max=None: clamp(min, max),
     "cos": lambda: affine(sin, shift=math.pi / 2),
@@ -266,13 +271,4 @@ CLOSED_FORMS: dict[str, Callable[..., ClosedForm | None]] = {
     "selu": lambda inplace=False: affine(elu(SELU_ALPHA), factor=SELU_SCALE),
     "sin": lambda: sin,
     "square": lambda: square,
-}
-SMOOTH = (
-    *("erf", "gelu", "hardswish", "log_sigmoid", "mish", "sigmoid", "silu", "softplus"),
-    *("softsign", "tanh"),
-)
-# None for quadrature, with any arguments.
-NONLINEARITIES: dict[str, Callable[..., ClosedForm | None] | None] = {
-    **CLOSED_FORMS,
-    **dict.fromkeys(SMOOTH),
 }

@@ -63,8 +63,8 @@ def _apply(
         return RULES[name](*args, **kwargs)
     x = args[0] if args else None
     if name in NONLINEARITIES and isinstance(x, RandomTensor):
-        closed_form = NONLINEARITIES[name]
-        closed = None if closed_form is None else closed_form(*args[1:], **kwargs)
+        read = NONLINEARITIES[name]
+        closed = None if read is None else read(*args[1:], **kwargs)
         return propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
     if next(random_among((args, kwargs))).settings.linearize:
         return linearized(function, args, kwargs)
