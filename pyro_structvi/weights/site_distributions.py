@@ -53,6 +53,8 @@ class PointMass(Delta):
         tensor(True)
     """
 
+    v: Tensor
+
     @checked
     def __init__(
         self,
@@ -76,8 +78,7 @@ class PointMass(Delta):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the value; a view of a parameter, which a module would register."""
-        value: Tensor = self.v
-        return value.view_as(value) if isinstance(value, nn.Parameter) else value
+        return self.v.view_as(self.v) if isinstance(self.v, nn.Parameter) else self.v
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         draw: Tensor = super().rsample(as_size("sample_shape", sample_shape))
@@ -89,8 +90,7 @@ class PointMass(Delta):
 
     @property
     def mode(self) -> Tensor:
-        value: Tensor = self.v
-        return value
+        return self.v
 
     @property
     def variance(self) -> Tensor:
@@ -100,8 +100,7 @@ class PointMass(Delta):
     @property
     def variance_sum(self) -> Tensor:
         if self._variance is None:
-            known: Tensor = self.v.new_zeros(self.batch_shape)
-            return known
+            return self.v.new_zeros(self.batch_shape)
         return event_sum(self._variance, self.event_dim)
 
     @property
@@ -110,8 +109,9 @@ class PointMass(Delta):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
         shape = as_expanded(batch_shape, self.batch_shape) + self.event_shape
-        moments = (None if m is None else m.expand(shape) for m in (self._mean, self._variance))
-        mean, variance = moments
+        mean, variance = (
+            None if m is None else m.expand(shape) for m in (self._mean, self._variance)
+        )
         return PointMass(self.v.expand(shape), self.event_dim, mean, variance, validate_args=False)
 
 
@@ -147,8 +147,7 @@ class Auxiliary(TorchDistribution):
 
     @checked
     def __init__(self, posterior: Distribution, prior: Distribution | None = None) -> None:
-        self.posterior: Any = posterior
-        self.prior: Any = prior
+        self.posterior, self.prior = posterior, prior
         super().__init__(posterior.batch_shape, posterior.event_shape, validate_args=False)
 
     @constraints.dependent_property(is_discrete=False)
@@ -157,32 +156,28 @@ class Auxiliary(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        mean: Tensor = self.posterior.mean
-        return mean
+        return self.posterior.mean
 
     @property
     def variance(self) -> Tensor:
-        variance: Tensor = self.posterior.variance
-        return variance
+        return self.posterior.variance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        draw: Tensor = self.posterior.rsample(as_size("sample_shape", sample_shape))
-        return draw
+        return self.posterior.rsample(as_size("sample_shape", sample_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return ``log q - log p``, in nats; without a prior ``log q``."""
         if self.posterior._validate_args:
             shapes = self.batch_shape, self.event_shape
             check_value(value, "posterior", self.posterior.mean, *shapes)
-        ratio: Tensor = self.posterior.log_prob(value)
+        ratio = self.posterior.log_prob(value)
         return ratio if self.prior is None else ratio - self.prior.log_prob(value)
 
     def kl(self) -> Tensor:
         """Return the mean of :meth:`log_prob`: a KL, or minus an entropy without a prior."""
         with autocast_off(self.posterior.mean):
             if self.prior is None:
-                nats: Tensor = -self.posterior.entropy()
-                return nats
+                return -self.posterior.entropy()
             return kl_divergence(self.posterior, self.prior)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Auxiliary":

@@ -48,6 +48,8 @@ class WeightDistribution(TorchDistribution):
         **dict.fromkeys(("arg_constraints", "variance", "covariance_matrix"), ()),
         **dict.fromkeys(("rsample", "image_under"), ()),
     }
+    batch_shape: torch.Size
+    event_shape: torch.Size
     loc: Tensor
 
     def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
@@ -310,7 +312,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     @property
     def noise_shape(self) -> torch.Size:
         """The shape of the noise ``e`` of one weight."""
-        return torch.Size(self.event_shape)
+        return self.event_shape
 
     @property
     def variance(self) -> Tensor:
@@ -347,13 +349,12 @@ class GaussianWeight(WeightDistribution, abstract=True):
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        size: int = self.event_shape.numel()
         distance = self.mahalanobis(value - self.loc) + self.log_det_covariance
-        return -0.5 * (distance + size * math.log(2 * math.pi))
+        return -0.5 * (distance + self.event_shape.numel() * math.log(2 * math.pi))
 
     def entropy(self) -> Tensor:
         """Return the differential entropy ``(*batch_shape,)``, in nats."""
-        size: int = self.event_shape.numel()
+        size = self.event_shape.numel()
         return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
