@@ -134,25 +134,15 @@ class ConvolutionMap(LinearMap):
         images: Tensor = flat.unflatten(channel, (self.groups, count, out // self.groups))
         return images.transpose(channel, channel + 1).flatten(channel + 1, channel + 2)
 
-    def combine(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        matrices: Tensor,
-        onto: Tensor,
-        biases: Tensor | None = None,
+    def _apply_to_scaled(
+        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
     ) -> Tensor:
-        if not self._scales_inputs(x, matrices, onto):
-            return super().combine(x, coefficients, matrices, onto, biases)
-        batch, channel = coefficients.shape[:-1], x.dim() + self.channel_dim
+        channel = x.dim() + self.channel_dim
         grouped = x.unflatten(channel, (self.groups, 1, -1))
-        spread = coefficients.reshape(*batch, 1, -1, 1, *self._ones)
+        spread = factors.reshape(*factors.shape[:-1], 1, -1, 1, *self._ones)
         inputs = (spread * grouped).flatten(channel, channel + 2)
         filters = matrices.transpose(0, 1).reshape(matrices.shape[1], -1, *self.kernel_shape[1:])
-        total = onto + self._convolve(inputs, filters, None)
-        if biases is None:
-            return total
-        return total + (coefficients @ biases).reshape(*batch, -1, *self._ones)
+        return onto + self._convolve(inputs, filters, None)
 
     def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
         """Return the map with a bias column; padding would add zeros to a channel of ones."""

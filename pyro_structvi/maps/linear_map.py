@@ -85,6 +85,11 @@ class LinearMap(ABC):
         Weights and biases are as in :meth:`stack`. The coefficients multiply inputs or outputs,
         depending on their size.
         """
+        if matrices.dim() == 3 and self._scales_inputs(x, matrices, onto):
+            if biases is not None:
+                shape = shape_per_example(self, onto, biases.shape[-1])
+                onto = onto + (coefficients @ biases).reshape(shape)
+            return self._apply_to_scaled(x, coefficients, matrices, onto)
         images = self.stack(x, matrices, biases)
         batch, count = coefficients.shape[:-1].numel(), coefficients.shape[-1]
         size = images.shape[coefficients.dim() :].numel()
@@ -112,6 +117,12 @@ class LinearMap(ABC):
         """Whether scaled inputs and rearranged matrices are smaller than scaled outputs."""
         rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
         return x.numel() + rearranged < outputs.numel()
+
+    def _apply_to_scaled(
+        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
+    ) -> Tensor:
+        """Return :meth:`combine` without biases, by one map of all scaled inputs."""
+        raise NotImplementedError
 
 
 class FactoredDraw(Protocol):
@@ -178,22 +189,11 @@ class DenseMap(LinearMap):
         images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
         return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
 
-    def combine(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        matrices: Tensor,
-        onto: Tensor,
-        biases: Tensor | None = None,
+    def _apply_to_scaled(
+        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
     ) -> Tensor:
-        """Apply all weights to scaled inputs in one product, unless scaled outputs are smaller."""
-        if matrices.dim() > 3 or not self._scales_inputs(x, matrices, onto):
-            return super().combine(x, coefficients, matrices, onto, biases)
-        batch, count = coefficients.shape[:-1], coefficients.shape[-1]
-        positions = [1 for _ in range(x.dim() - coefficients.dim())]
-        if biases is not None:
-            onto = onto + (coefficients @ biases).reshape(*batch, *positions, -1)
-        spread = coefficients.reshape(*batch, *positions, count, 1)
+        count = len(matrices)
+        spread = factors.reshape(*shape_per_example(self, x, count), 1)
         rows = (spread * x.unsqueeze(-2)).reshape(-1, count * x.shape[-1])
         matrix = matrices.transpose(0, 1).flatten(1)
         total = torch.addmm(onto.reshape(len(rows), -1), rows, matrix.mT)
