@@ -59,23 +59,18 @@ torch.library.register_fake(
 
 
 def _best_of_all(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    jitter = smallest_jitter(matrix)
+    """Return the factor with the smallest jitter that works for each matrix; 0 if none does."""
+    with torch.no_grad():
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+        tried = torch.stack([diagonal * jitter for jitter in JITTERS], -1)
+        _, failed = _try_cholesky(add_to_diagonal(matrix.unsqueeze(-3), tried))
+        jitter = tried.gather(-1, failed.long().argmin(-1, keepdim=True)).squeeze(-1)
     return _with_jitter(matrix, jitter), jitter
 
 
 def _with_jitter(matrix: Tensor, jitter: Tensor) -> Tensor:
     tril, failed = _try_cholesky(add_to_diagonal(matrix, jitter))
     return tril.masked_fill(failed[..., None, None], torch.nan)
-
-
-@torch.no_grad()
-def smallest_jitter(matrix: Tensor) -> Tensor:
-    """Return the smallest jitter ``(*batch,)`` that works for each matrix; 0 if none does."""
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
-    tried = torch.stack([diagonal * jitter for jitter in JITTERS], -1)
-    _, failed = _try_cholesky(add_to_diagonal(matrix.unsqueeze(-3), tried))
-    first = failed.long().argmin(-1, keepdim=True)
-    return tried.gather(-1, first).squeeze(-1)
 
 
 def _try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +114,6 @@ class OrthonormalRows(torch.autograd.Function):
     def setup_context(
         ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Keep the rows and the diagonal, which determine ``L^-1``."""
         (_, diagonal), (basis, remainder, jitter) = inputs, output
         ctx.save_for_backward(basis, remainder, diagonal, jitter)
         ctx.mark_non_differentiable(jitter)
@@ -129,7 +123,6 @@ class OrthonormalRows(torch.autograd.Function):
     def backward(
         ctx: Any, of_basis: Tensor | None, of_remainder: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients with respect to ``Z`` and ``D``."""
         basis, remainder, diagonal, jitter = ctx.saved_tensors
         given = ((of_basis, basis), (of_remainder, remainder))
         products = [gradient @ rows.mT for gradient, rows in given if gradient is not None]
@@ -148,7 +141,6 @@ class OrthonormalRows(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, int | None], factor: Tensor, diagonal: Tensor
     ) -> tuple[Any, tuple[int, int, int]]:
-        """Return the result for a further batch dimension."""
         values = zip((factor, diagonal), in_dims, strict=True)
         batches = (
             value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)

@@ -77,13 +77,11 @@ def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
 class KroneckerLogDet(torch.autograd.Function):
     """``log det(I - G (x) F)`` for given ``I - G`` and ``I - F``, without a derivative of ``eigh``.
 
-    With eigenvalues ``g`` and ``f`` of the arguments, ``g + f - g f`` is accurate if G and F are close
-    to the identity.
+    With their eigenvalues g and f, ``g + f - g f`` is accurate for G and F close to the identity.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the log determinant ``(*batch,)`` for ``(*batch, M, M)`` and ``(*batch, N, N)``."""
         (g, row_basis), (f, column_basis) = torch.linalg.eigh(rows), torch.linalg.eigh(columns)
         spectrum = _spectrum(g, f)
         ctx.save_for_backward(g, f, row_basis, column_basis)
@@ -91,7 +89,6 @@ class KroneckerLogDet(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to both matrices."""
         _refuse_second_derivatives()
         g, f, row_basis, column_basis = ctx.saved_tensors
         weights = gradient[..., None, None] / _spectrum(g, f)
@@ -101,11 +98,10 @@ class KroneckerLogDet(torch.autograd.Function):
 
 
 class KroneckerQuadratic(torch.autograd.Function):
-    """``k' (I - G (x) F)^-1 k`` for given ``I - G`` and ``I - F``, without a derivative of ``eigh``."""
+    """``k' (I - G (x) F)^-1 k (*sample, *batch)`` for given ``I - G`` and ``I - F``, likewise."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return ``(*sample, *batch)`` for ``k (*sample, *batch, M, N)``."""
         (g, row_basis), (f, column_basis) = torch.linalg.eigh(rows), torch.linalg.eigh(columns)
         rotated = (row_basis.mT @ k @ column_basis) / _spectrum(g, f)
         solution = row_basis @ rotated @ column_basis.mT
@@ -115,7 +111,6 @@ class KroneckerQuadratic(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients with respect to ``k`` and both matrices."""
         _refuse_second_derivatives()
         solution, rows, columns = ctx.saved_tensors
         weighted = gradient[..., None, None] * solution
@@ -146,17 +141,8 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
 
     The matrix is :math:`H_1 = 1`, :math:`H_{2m} = \begin{pmatrix} H_m & H_m \\ H_m & -H_m
     \end{pmatrix} / \sqrt{2}`, symmetric and its own inverse. Since :math:`H_{rm} = H_r \otimes H_m`, the
-    transform multiplies by matrices of at most 32 rows along one axis at a time, in O(D log D). In torch
-    that is faster than log2(D) sums and differences.
-
-    Args:
-        x: Vectors ``(*batch, D)`` with ``D`` a power of two.
-
-    Returns:
-        Their transforms, of the same shape.
-
-    Raises:
-        ValueError: If ``D`` is not a power of two.
+    transform multiplies by matrices of at most 32 rows along one axis at a time, in O(D log D), which is
+    faster than log2(D) sums and differences.
 
     Example:
         >>> walsh_hadamard_transform(torch.tensor([3.0, 1.0, 0.0, 0.0]))
@@ -274,7 +260,6 @@ class SumOfLogs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale the stored gradients; recompute them for second derivatives."""
         rows, columns, of_rows, of_columns = ctx.saved_tensors
         if torch.is_grad_enabled():
             inverses = (rows @ columns.mT).reciprocal()
@@ -313,7 +298,6 @@ class RowGram(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, factors: Tensor, batch_dim: int) -> Tensor:
-        """Return the products, and keep the factors."""
         ctx.batch_dim = batch_dim
         ctx.save_for_backward(factors)
         return _gram(factors, batch_dim)

@@ -1,8 +1,7 @@
 """Multi-head attention with projections by ``F.linear``."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from torch import Tensor
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _NOT_SERVED = ("bias_k", "bias_v", "static_k", "static_v")
 
-Attended = tuple[Tensor, Tensor | None]
 
-
-def read_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
-    """Return a function that computes multi-head attention, with the examples first in ``F.linear``.
+def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Return multi-head attention, with the examples first in ``F.linear``.
 
     None for cross-attention with a packed weight, and where a position is added to the keys.
     """
@@ -24,17 +21,10 @@ def read_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
     bound.apply_defaults()
     call = bound.arguments
     is_self = call["query"] is call["key"] is call["value"]
-    is_served = is_self or call["use_separate_proj_weight"]
-    if (
-        not is_served
-        or call["add_zero_attn"]
-        or any(call[name] is not None for name in _NOT_SERVED)
-    ):
+    is_packed_cross = not is_self and not call["use_separate_proj_weight"]
+    has_added_key = call["add_zero_attn"] or any(call[name] is not None for name in _NOT_SERVED)
+    if is_packed_cross or has_added_key:
         return None
-    return partial(_attend, call)
-
-
-def _attend(call: Mapping[str, Any]) -> Attended:
     is_batched = call["query"].dim() == 3
     heads, dropout = call["num_heads"], call["dropout_p"] if call["training"] else 0.0
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in _project(call))

@@ -1,7 +1,7 @@
 """Calls of torch that are read as linear maps, row lookups, or other calls."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from pyro_structvi._torch import GROUPED_PRODUCT
-from pyro_structvi.maps.attention import read_attention
+from pyro_structvi.maps.attention import attention
 from pyro_structvi.maps.convolution import ConvolutionMap, TransposedConvolutionMap
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 
@@ -22,8 +22,7 @@ from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 class Arrangement:
     """A permutation of a weight's dimensions to ``(*stack, out, *rest)``, with a reshape.
 
-    ``F.linear`` and convolutions take a weight ``(out, *rest)``, ``addmm`` takes ``(in, out)``, and a
-    product of stacked matrices takes ``(stack, in, out)``.
+    ``addmm`` takes a weight ``(in, out)``, a product of stacked matrices ``(stack, in, out)``.
 
     Attributes:
         dims: The dimensions of the weight in this order; several of them may be outputs.
@@ -84,15 +83,6 @@ class Arrangement:
         return Arrangement(tuple(dims[d] for d in self.dims), self.shape, self.stack)
 
 
-def merged(
-    shape: tuple[int, ...], stack: tuple[int, ...], out: tuple[int, ...], rest: tuple[int, ...]
-) -> Arrangement:
-    """Return the arrangement that merges a weight's dimensions to ``(*stack, out, in)``."""
-    sizes = [math.prod(shape[d] for d in dims) for dims in (out, rest)]
-    stacked = [shape[d] for d in stack]
-    return Arrangement((*stack, *out, *rest), (*stacked, *sizes), len(stack))
-
-
 class Application(NamedTuple):
     """A call ``linear_map(x, weight, bias)``, with the arrangement of its weight."""
 
@@ -122,10 +112,7 @@ class Application(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """A call that looks up rows of a matrix, ``weight[x]`` for integers ``x (batch, *positions)``.
-
-    Rows at ``padding_idx`` get no gradient.
-    """
+    """A lookup of rows by integers ``(batch, *positions)``; ``padding_idx`` gets no gradient."""
 
     x: Any
     weight: Any
@@ -173,14 +160,7 @@ class FactorApplication(NamedTuple):
         return len(self.x)
 
 
-class Rewrite(NamedTuple):
-    """A call that is replaced by ``compute()``, which makes several calls."""
-
-    compute: Callable[[], Any]
-
-
 Call = Application | Lookup | FactorApplication
-Reading = Call | Rewrite
 
 
 def arranged_linear(
@@ -196,120 +176,15 @@ def arranged_linear(
     return DenseMap()(x, arrangement.matrices(weight), bias)
 
 
-def read_arranged_linear(x: Any, weight: Any, bias: Any, arrangement: Arrangement) -> Application:
-    """Read a call of :func:`arranged_linear`."""
+def _arranged_linear(x: Any, weight: Any, bias: Any, arrangement: Arrangement) -> Application:
     dense = DenseMap(positions=arrangement.stack == 0)
     return Application(dense, x, weight, bias, arrangement)
 
 
-def read_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Application:
+def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Application:
     """Read a bilinear layer as a weight ``(out, in1, in2)`` of the products of both inputs."""
     x = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
     return Application(DenseMap(), x, weight, bias)
-
-
-def read_product(input: Any, other: Any) -> Rewrite | None:
-    """Read ``matmul(x, weight)`` and ``bmm``: a matrix ``(in, out)``, or a stack of such."""
-    dims = other.dim()
-    if dims == 2 and input.dim() >= 1:
-        arrangement = Arrangement.transposed(tuple(other.shape))
-        return Rewrite(lambda: arranged_linear(input, other, None, arrangement))
-    if dims == 3 and input.dim() == 3 and len(input) == len(other):
-        return Rewrite(lambda: _stacked_product(input, other))
-    return None
-
-
-def read_addmm(
-    input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
-) -> Rewrite | None:
-    """Read ``bias + x @ weight``, as the ``Conv1D`` of GPT-2 calls it."""
-    if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
-        return None
-    arrangement = Arrangement.transposed(tuple(mat2.shape))
-    return Rewrite(lambda: arranged_linear(mat1, mat2, input, arrangement))
-
-
-def read_baddbmm(
-    input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1
-) -> Rewrite | None:
-    """Read ``biases + x @ weights`` for stacks of inputs and weights; the biases are sampled."""
-    if beta != 1 or alpha != 1 or len(batch1) != len(batch2):
-        return None
-    return Rewrite(lambda: input + _stacked_product(batch1, batch2))
-
-
-def read_grouped_product(
-    mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
-) -> Rewrite | None:
-    """Read ``F.grouped_mm``, which applies each weight of a stack to a share of ``(rows, in)``."""
-    is_plain = bias is None and out_dtype is None
-    if mat_b.dim() != 3 or mat_a.dim() != 2 or offs is None or not is_plain:
-        return None
-    return Rewrite(lambda: _grouped_product(mat_a, mat_b, offs))
-
-
-def read_einsum(equation: Any, *operands: Any) -> Rewrite | None:
-    """Read the product of an input and a weight whose indices have one role each.
-
-    The roles are a stack of weights (in both and the result), a sum (in both), outputs (in weight and
-    result), and examples or positions (in input and result).
-    """
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if len(operands) != 2 or not isinstance(equation, str) or "->" not in equation:
-        return None
-    terms, result = equation.replace(" ", "").split("->")
-    if "." in terms or terms.count(",") != 1:
-        return None
-    ours, theirs = terms.split(",")
-    x, weight = operands
-    if len({*ours}) < len(ours) or len({*theirs}) < len(theirs):  # a diagonal
-        return None
-    shared = [i for i in theirs if i in ours]
-    stack, rest = [i for i in shared if i in result], [i for i in shared if i not in result]
-    out = [i for i in result if i in theirs and i not in ours]
-    examples = [i for i in result if i in ours and i not in theirs]
-    if {*stack, *rest, *out} != {*theirs} or {*stack, *rest, *examples} != {*ours}:
-        return None
-    return Rewrite(lambda: _product_by_index(x, weight, ours, theirs, result, (stack, out, rest)))
-
-
-def _stacked_product(x: Tensor, weights: Tensor) -> Tensor:
-    """Return ``x (stack, rows, in)`` times ``weights (stack, in, out)``."""
-    arrangement = Arrangement.of_dims((0, 2, 1), tuple(weights.shape), stack=1)
-    return arranged_linear(x.transpose(0, 1), weights, None, arrangement).transpose(0, 1)
-
-
-def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return shares of ``x (rows, in)`` up to these ends, times ``weights (stack, in, out)``."""
-    arrangement = Arrangement.transposed(tuple(weights.shape[1:]))
-    bounds = [0, *ends.tolist()]
-    parts = [
-        arranged_linear(x[start:end], weights[number], None, arrangement)
-        for number, (start, end) in enumerate(pairwise(bounds))
-        if end > start
-    ]
-    spare = x.new_zeros(len(x) - bounds[-1], weights.shape[-1])
-    return torch.cat([*parts, spare])
-
-
-def _product_by_index(
-    x: Tensor, weight: Tensor, ours: str, theirs: str, result: str, roles: Sequence[Sequence[str]]
-) -> Tensor:
-    """Return a product of tensors with named dimensions, by one dense layer."""
-    stack, out, rest = roles
-    arrangement = merged(
-        tuple(weight.shape), *(tuple(theirs.index(i) for i in role) for role in roles)
-    )
-    examples = [i for i in result if i in ours and i not in theirs]
-    order = [*examples, *stack, *rest]
-    inputs = x.permute([ours.index(i) for i in order])
-    inputs = inputs.reshape(*inputs.shape[: len(examples) + len(stack)], -1)
-    outputs = arranged_linear(inputs, weight, None, arrangement)
-    sizes = [weight.shape[theirs.index(i)] for i in out]
-    outputs = outputs.reshape(*outputs.shape[:-1], *sizes)
-    found = [*examples, *stack, *out]
-    return outputs.permute([found.index(i) for i in result])
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
@@ -370,49 +245,25 @@ def _embedding(
     return Lookup(input, weight, padding_idx)
 
 
-def _attention(*args: Any, **kwargs: Any) -> Rewrite | None:
-    compute = read_attention(*args, **kwargs)
-    return None if compute is None else Rewrite(compute)
-
-
 # A reader takes the arguments of the call, and may return None.
-_READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
+_READERS: dict[Callable[..., Any], Callable[..., Call | None]] = {
     F.linear: _linear,
-    F.bilinear: read_bilinear,
-    F.conv1d: partial(_convolution, F.conv1d),
-    F.conv2d: partial(_convolution, F.conv2d),
-    F.conv3d: partial(_convolution, F.conv3d),
-    F.conv_transpose1d: partial(_transposed_convolution, F.conv_transpose1d),
-    F.conv_transpose2d: partial(_transposed_convolution, F.conv_transpose2d),
-    F.conv_transpose3d: partial(_transposed_convolution, F.conv_transpose3d),
+    F.bilinear: _bilinear,
+    **{each: partial(_convolution, each) for each in (F.conv1d, F.conv2d, F.conv3d)},
+    **{
+        each: partial(_transposed_convolution, each)
+        for each in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    },
     F.embedding: _embedding,
-    GROUPED_PRODUCT: read_grouped_product,
-    F.multi_head_attention_forward: _attention,
-    torch.einsum: read_einsum,
-    arranged_linear: read_arranged_linear,
-    **dict.fromkeys((torch.addmm, Tensor.addmm), read_addmm),
-    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), read_baddbmm),
-    **dict.fromkeys(
-        (
-            torch.matmul,
-            Tensor.matmul,
-            Tensor.__matmul__,
-            torch.mm,
-            Tensor.mm,
-            torch.bmm,
-            Tensor.bmm,
-        ),
-        read_product,
-    ),
+    arranged_linear: _arranged_linear,
 }
 
 
 def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate a function of inputs and a factor, so that a lazy factor is sampled for each example.
 
-    For layers whose weight is a function of a small factor: each example then has a separate weight,
-    and the joint distribution of its outputs is exact. A factor that the model uses twice is sampled
-    once, as any :class:`~pyro_structvi.weights.lazy.LazyWeight`.
+    For layers whose weight is a function of a small factor: the joint distribution of the outputs of an
+    example is then exact. A factor that the model uses twice is sampled once.
 
     Args:
         function: Called as ``function(x, factor, ...)``, also with examples ``x.shape[:1]`` in front of
@@ -447,7 +298,110 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def parse_application(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Reading | None:
-    """Return a call as an application of a weight, or None if there is no rule for the function."""
+) -> Call | None:
+    """Return a call as an application of a weight, or None if there is no rule for it."""
     read = _READERS.get(function)
     return None if read is None else read(*args, **kwargs)
+
+
+# ---- calls that are replaced by others ------------------------------------------------------------
+
+
+def _product(input: Any, other: Any) -> Tensor | None:
+    """Multiply by a matrix ``(in, out)``, or by a stack of such."""
+    dims = other.dim()
+    if dims == 2 and input.dim() >= 1:
+        return arranged_linear(input, other, None, Arrangement.transposed(tuple(other.shape)))
+    if dims == 3 and input.dim() == 3 and len(input) == len(other):
+        arrangement = Arrangement.of_dims((0, 2, 1), tuple(other.shape), stack=1)
+        return arranged_linear(input.transpose(0, 1), other, None, arrangement).transpose(0, 1)
+    return None
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+    """Return ``bias + x @ weight``, as the ``Conv1D`` of GPT-2 calls it."""
+    if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
+        return None
+    return arranged_linear(mat1, mat2, input, Arrangement.transposed(tuple(mat2.shape)))
+
+
+def _baddbmm(
+    input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1
+) -> Tensor | None:
+    """Return ``biases + x @ weights`` for stacks of inputs and weights; the biases are sampled."""
+    product = None if beta != 1 or alpha != 1 else _product(batch1, batch2)
+    return None if product is None else input + product
+
+
+def _grouped_product(
+    mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor | None:
+    """Apply each weight of a stack ``(stack, in, out)`` to the rows ``(rows, in)`` up to its end."""
+    is_plain = bias is None and out_dtype is None
+    if mat_b.dim() != 3 or mat_a.dim() != 2 or offs is None or not is_plain:
+        return None
+    arrangement = Arrangement.transposed(tuple(mat_b.shape[1:]))
+    bounds = [0, *offs.tolist()]
+    parts = [
+        arranged_linear(mat_a[start:end], mat_b[number], None, arrangement)
+        for number, (start, end) in enumerate(pairwise(bounds))
+        if end > start
+    ]
+    spare = mat_a.new_zeros(len(mat_a) - bounds[-1], mat_b.shape[-1])
+    return torch.cat([*parts, spare])
+
+
+def _einsum(equation: Any, *operands: Any) -> Tensor | None:
+    """Return the product of an input and a weight, by one dense layer, if indices have one role each.
+
+    The roles are a stack of weights (in both and the result), a sum (in both), outputs (in weight and
+    result), and examples or positions (in input and result).
+    """
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if len(operands) != 2 or not isinstance(equation, str) or "->" not in equation:
+        return None
+    terms, result = equation.replace(" ", "").split("->")
+    if "." in terms or terms.count(",") != 1:
+        return None
+    ours, theirs = terms.split(",")
+    x, weight = operands
+    if len({*ours}) < len(ours) or len({*theirs}) < len(theirs):  # a diagonal
+        return None
+    shared = [i for i in theirs if i in ours]
+    stack, rest = [i for i in shared if i in result], [i for i in shared if i not in result]
+    out = [i for i in result if i in theirs and i not in ours]
+    examples = [i for i in result if i in ours and i not in theirs]
+    if {*stack, *rest, *out} != {*theirs} or {*stack, *rest, *examples} != {*ours}:
+        return None
+    stacked, outs, ins = (
+        [weight.shape[theirs.index(i)] for i in role] for role in (stack, out, rest)
+    )
+    dims = tuple(theirs.index(i) for i in (*stack, *out, *rest))
+    arrangement = Arrangement(dims, (*stacked, math.prod(outs), math.prod(ins)), len(stack))
+    inputs = x.permute([ours.index(i) for i in (*examples, *stack, *rest)])
+    inputs = inputs.reshape(*inputs.shape[: len(examples) + len(stack)], -1)
+    outputs = arranged_linear(inputs, weight, None, arrangement)
+    outputs = outputs.reshape(*outputs.shape[:-1], *outs)
+    found = [*examples, *stack, *out]
+    return outputs.permute([found.index(i) for i in result])
+
+
+# A rule takes the arguments of the call, and may return None.
+_REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _product),
+    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm), _product),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), _baddbmm),
+    GROUPED_PRODUCT: _grouped_product,
+    torch.einsum: _einsum,
+    F.multi_head_attention_forward: attention,
+}
+
+
+def rewritten(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any | None:
+    """Return the result of a call by other calls that are read, or None if there is no rule for it."""
+    rule = _REWRITES.get(function)
+    return None if rule is None else rule(*args, **kwargs)

@@ -65,9 +65,8 @@ class ConvolutionMap(LinearMap):
     Inputs are ``(batch, c_in, *space)`` or ``(c_in, *space)``.
 
     Attributes:
-        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``, whose arguments are those below.
+        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``, which takes the arguments below.
         kernel_shape: ``(c_in / groups, *kernel)``, the trailing dimensions of the weight.
-        groups: Each group has separate channels and rows of the matrix.
 
     Example:
         >>> linear_map = ConvolutionMap(torch.nn.functional.conv1d, (2, 3), padding=1)
@@ -93,7 +92,7 @@ class ConvolutionMap(LinearMap):
         """Convolve with the same filters in every group.
 
         A few filters are applied at all places of the kernel by one product whose parts are shifted
-        and added, since a convolution takes longer to lay out its input than to apply them.
+        and added: a convolution takes longer to lay out its input than to apply them.
         """
         bias = None if bias is None else bias.repeat(self.groups)
         if not self._multiplies_first(x, matrix):
@@ -107,14 +106,14 @@ class ConvolutionMap(LinearMap):
         if count > pixels or not hidden.is_contiguous():
             # The strides of a transposed matrix look like channels-last to torch, which would copy.
             pointwise = matrix.reshape(*matrix.shape, *self._ones).contiguous()
-            return self._multiply_pointwise(hidden, pointwise, bias)
+            convolve = (F.conv1d, F.conv2d, F.conv3d)[len(space) - 1]
+            return convolve(hidden, pointwise, bias, groups=self.groups)
         channels = hidden.reshape(batch.numel(), self.groups, count, pixels)
         mixed = multiply_each(matrix.unflatten(0, (self.groups, -1)), channels)
         outputs = mixed.reshape(*batch, len(matrix), *space)
         return outputs if bias is None else outputs + bias.reshape(-1, *self._ones)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
-        """Sum the squares of each patch, by a convolution of the squares with ones."""
         channel = x.dim() + self.channel_dim
         grouped = x.unflatten(channel, (self.groups, -1))
         lengths = torch.linalg.vector_norm(grouped, dim=channel + 1)
@@ -135,26 +134,15 @@ class ConvolutionMap(LinearMap):
         images: Tensor = flat.unflatten(channel, (self.groups, count, out // self.groups))
         return images.transpose(channel, channel + 1).flatten(channel + 1, channel + 2)
 
-    def combine(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        matrices: Tensor,
-        onto: Tensor,
-        biases: Tensor | None = None,
+    def _apply_to_scaled(
+        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
     ) -> Tensor:
-        """Convolve scaled inputs with concatenated filters, unless scaled outputs are smaller."""
-        if not self._scales_inputs(x, matrices, onto):
-            return super().combine(x, coefficients, matrices, onto, biases)
-        batch, channel = coefficients.shape[:-1], x.dim() + self.channel_dim
+        channel = x.dim() + self.channel_dim
         grouped = x.unflatten(channel, (self.groups, 1, -1))
-        spread = coefficients.reshape(*batch, 1, -1, 1, *self._ones)
+        spread = factors.reshape(*factors.shape[:-1], 1, -1, 1, *self._ones)
         inputs = (spread * grouped).flatten(channel, channel + 2)
         filters = matrices.transpose(0, 1).reshape(matrices.shape[1], -1, *self.kernel_shape[1:])
-        total = onto + self._convolve(inputs, filters, None)
-        if biases is None:
-            return total
-        return total + (coefficients @ biases).reshape(*batch, -1, *self._ones)
+        return onto + self._convolve(inputs, filters, None)
 
     def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
         """Return the map with a bias column; padding would add zeros to a channel of ones."""
@@ -171,11 +159,8 @@ class ConvolutionMap(LinearMap):
             x, filters, bias, self.stride, self.padding, self.dilation, self.groups
         )
 
-    def _multiply_pointwise(self, hidden: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
-        return self.function(hidden, filters, bias, groups=self.groups)
-
     def _multiplies_first(self, x: Tensor, matrix: Tensor) -> bool:
-        """Whether filters at all places of the kernel are no more channels than the input has."""
+        """Whether filters at all places of the kernel are no more than the channels of the input."""
         places = Size(self.kernel_shape[1:]).numel()
         is_few = len(matrix) * places <= self.kernel_shape[0]
         return is_few and x.is_contiguous() and not is_half(x)
@@ -210,10 +195,9 @@ class ConvolutionMap(LinearMap):
 
 @dataclass(frozen=True)
 class TransposedConvolutionMap(ConvolutionMap):
-    """The map of a transposed convolution without groups, for a weight seen as ``(out, in, *kernel)``.
+    """The map of :func:`torch.nn.functional.conv_transpose2d` and its like, without groups.
 
-    Torch keeps such weights as ``(in, out, *kernel)``. See
-    :func:`torch.nn.functional.conv_transpose2d`.
+    The weight is seen as ``(out, in, *kernel)``; torch keeps it as ``(in, out, *kernel)``.
     """
 
     output_padding: Any = 0
@@ -222,9 +206,6 @@ class TransposedConvolutionMap(ConvolutionMap):
         settings = (self.stride, self.padding, self.output_padding, 1, self.dilation)
         filters = filters.transpose(0, 1).to(x.dtype)  # autocast on a CPU casts products alone
         return self.function(x, filters, bias, *settings)
-
-    def _multiply_pointwise(self, hidden: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
-        return self.function(hidden, filters.transpose(0, 1), bias)
 
     def _multiplies_first(self, x: Tensor, matrix: Tensor) -> bool:
         """Return False, since a transposed convolution has no shifted inputs."""

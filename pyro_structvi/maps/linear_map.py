@@ -17,10 +17,9 @@ class LinearMap(ABC):
 
     .. math:: y_{np} = W x_{np} + b
 
-    A dense layer has one position for each vector of its input; a convolution has one for each place
-    of its filter. An input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with
-    ``out`` channels at ``channel_dim``. Maps are immutable, and equal if their settings are equal.
-    Subclasses define the abstract members.
+    A dense layer has one position for each vector of its input, a convolution one for each place of its
+    filter. An input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with ``out``
+    channels at ``channel_dim``. Maps are immutable, and equal if their settings are equal.
     """
 
     @property
@@ -49,38 +48,28 @@ class LinearMap(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply a weight ``(out, in)`` with a bias ``(out,)`` to inputs.
-
-        A dense map also takes ``(*b, out, in)`` and ``(*b, out)``, which broadcast against the input.
-        """
+        """Apply a weight ``(out, in)`` and a bias ``(out,)``; a dense map broadcasts batches of both."""
 
     @abstractmethod
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Apply filters ``matrix (M, in)`` to every group in place of the weight, with a bias ``(M,)``.
 
-        The result has ``groups * M`` channels at every position, ordered by group. Batches as in
-        ``__call__``.
+        The result has ``groups * M`` channels at every position, ordered by group.
         """
 
     @abstractmethod
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Recombine channels by ``matrix (out, M)``: ``mix(bank(x, V), U)`` is the map of ``U V``.
-
-        The rows of a group apply to its channels.
-        """
+        """Recombine a group's channels by ``(out, M)``: ``mix(bank(x, V), U)`` is the map of ``U V``."""
 
     @abstractmethod
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
-        """Return the squared norm of the patch of each of ``out`` outputs.
-
-        It broadcasts to the outputs: one channel, or ``out`` with several groups.
-        """
+        """Return the squared norm of each output's patch, with one channel, or ``out`` for groups."""
 
     @abstractmethod
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Apply weights ``(K, out, in)`` with biases ``(K, out)`` to the same inputs, in one call.
+        """Apply weights ``(K, out, in)`` with biases ``(K, out)`` at once, ``(*batch, K, *event)``.
 
-        A dense map also takes batches ``(*b, K, out, in)``. The outputs are ``(*batch, K, *event)``.
+        A dense map also takes batches ``(*b, K, out, in)``.
         """
 
     def combine(
@@ -91,11 +80,16 @@ class LinearMap(ABC):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Add the outputs of K weights times ``coefficients (*batch, K)`` of each example to a tensor.
+        """Add to a tensor the outputs of K weights times ``coefficients (*batch, K)`` of each example.
 
         Weights and biases are as in :meth:`stack`. The coefficients multiply inputs or outputs,
-        depending on their size; ``onto`` and the result are ``(*batch, *event)``.
+        depending on their size.
         """
+        if matrices.dim() == 3 and self._scales_inputs(x, matrices, onto):
+            if biases is not None:
+                shape = shape_per_example(self, onto, biases.shape[-1])
+                onto = onto + (coefficients @ biases).reshape(shape)
+            return self._apply_to_scaled(x, coefficients, matrices, onto)
         images = self.stack(x, matrices, biases)
         batch, count = coefficients.shape[:-1].numel(), coefficients.shape[-1]
         size = images.shape[coefficients.dim() :].numel()
@@ -123,6 +117,12 @@ class LinearMap(ABC):
         """Whether scaled inputs and rearranged matrices are smaller than scaled outputs."""
         rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
         return x.numel() + rearranged < outputs.numel()
+
+    def _apply_to_scaled(
+        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
+    ) -> Tensor:
+        """Return :meth:`combine` without biases, by one map of all scaled inputs."""
+        raise NotImplementedError
 
 
 class FactoredDraw(Protocol):
@@ -189,22 +189,11 @@ class DenseMap(LinearMap):
         images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
         return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
 
-    def combine(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        matrices: Tensor,
-        onto: Tensor,
-        biases: Tensor | None = None,
+    def _apply_to_scaled(
+        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
     ) -> Tensor:
-        """Apply all weights to scaled inputs in one product, unless scaled outputs are smaller."""
-        if matrices.dim() > 3 or not self._scales_inputs(x, matrices, onto):
-            return super().combine(x, coefficients, matrices, onto, biases)
-        batch, count = coefficients.shape[:-1], coefficients.shape[-1]
-        positions = [1 for _ in range(x.dim() - coefficients.dim())]
-        if biases is not None:
-            onto = onto + (coefficients @ biases).reshape(*batch, *positions, -1)
-        spread = coefficients.reshape(*batch, *positions, count, 1)
+        count = len(matrices)
+        spread = factors.reshape(*shape_per_example(self, x, count), 1)
         rows = (spread * x.unsqueeze(-2)).reshape(-1, count * x.shape[-1])
         matrix = matrices.transpose(0, 1).flatten(1)
         total = torch.addmm(onto.reshape(len(rows), -1), rows, matrix.mT)
@@ -234,8 +223,7 @@ def _stacked_product(x: Tensor, matrices: Tensor) -> Tensor:
 class BiasColumnMap(LinearMap):
     """A map of matrices ``(out, in + 1)`` whose last column is a bias, plus any separate bias.
 
-    A channel of ones in the input is an alternative for dense maps, :meth:`DenseMap.join_bias`, but
-    not for convolutions, since padding adds zeros to it.
+    Padding would add zeros to a channel of ones, the alternative for dense maps.
     """
 
     linear_map: LinearMap

@@ -41,8 +41,7 @@ LARGEST = 4096  # elements of a weight whose covariance is formed to bring it in
 class RandomWeight(RandomTensor):
     """A weight with a structured posterior, or the weight or bias of a joint posterior.
 
-    Linear maps take the moments of their outputs from the distribution; other functions take the means
-    and variances of its elements.
+    Linear maps take their moments from the distribution; other functions take those of its elements.
     """
 
     distribution: WeightDistribution
@@ -56,7 +55,6 @@ class RandomWeight(RandomTensor):
         part: Literal["whole", "weight", "bias"] = "whole",
         shape: torch.Size | None = None,
     ) -> Self:
-        """Make the tensor."""
         shape = distribution.event_shape if shape is None else shape
         weight = without_storage(cls, shape, distribution._first_parameter)
         weight.distribution, weight.part, weight.applied = distribution, part, {}
@@ -65,12 +63,10 @@ class RandomWeight(RandomTensor):
 
     @property
     def loc(self) -> Tensor:
-        """The means."""
         return self._take(self.distribution.mean)
 
     @property
     def variance(self) -> Tensor:
-        """The variances."""
         return self._take(self.distribution.variance)
 
     def become(self, other: RandomTensor) -> Self:

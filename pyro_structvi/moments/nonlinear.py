@@ -103,7 +103,6 @@ class ReluMoments(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save the inputs, the mean, and the parts of the derivatives."""
         loc, _, tail, density = output
         ctx.mark_non_differentiable(tail, density)
         ctx.save_for_backward(*inputs, loc, tail, density)
@@ -111,13 +110,11 @@ class ReluMoments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_loc: Tensor, of_variance: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Return the gradients by mean and variance."""
         loc_m, loc_v, variance_m, variance_v = _derivatives(*ctx.saved_tensors)
         return of_loc * loc_m + of_variance * variance_m, of_loc * loc_v + of_variance * variance_v
 
     @staticmethod
     def jvp(ctx: Any, of_m: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return the changes of mean and variance."""
         loc_m, loc_v, variance_m, variance_v = _derivatives(*ctx.saved_tensors)
         return loc_m * of_m + loc_v * of_v, variance_m * of_m + variance_v * of_v, None, None
 
@@ -253,8 +250,13 @@ def _power(exponent: Any) -> ClosedForm | None:
     return square if exponent == 2 else None
 
 
-# By torch's names: from the arguments after the input to the closed form.
-CLOSED_FORMS: dict[str, Callable[..., ClosedForm | None]] = {
+SMOOTH = (
+    *("erf", "gelu", "hardswish", "log_sigmoid", "mish", "sigmoid", "silu", "softplus"),
+    *("softsign", "tanh"),
+)
+# By torch's names: from the arguments after the input to the closed form; None for quadrature.
+NONLINEARITIES: dict[str, Callable[..., ClosedForm | None] | None] = {
+    **dict.fromkeys(SMOOTH),
     "abs": lambda: leaky_relu(-1.0),
     "clamp": lambda min=None, max=None: clamp(min, max),
     "cos": lambda: affine(sin, shift=math.pi / 2),
@@ -269,13 +271,4 @@ CLOSED_FORMS: dict[str, Callable[..., ClosedForm | None]] = {
     "selu": lambda inplace=False: affine(elu(SELU_ALPHA), factor=SELU_SCALE),
     "sin": lambda: sin,
     "square": lambda: square,
-}
-SMOOTH = (
-    *("erf", "gelu", "hardswish", "log_sigmoid", "mish", "sigmoid", "silu", "softplus"),
-    *("softsign", "tanh"),
-)
-# None for quadrature, with any arguments.
-NONLINEARITIES: dict[str, Callable[..., ClosedForm | None] | None] = {
-    **CLOSED_FORMS,
-    **dict.fromkeys(SMOOTH),
 }

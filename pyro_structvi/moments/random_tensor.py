@@ -24,15 +24,14 @@ class RandomTensor(Tensor):
     """A tensor of normal elements with known means and variances, and without values.
 
     Functions of torch return the moments of their result, by the table in
-    :mod:`pyro_structvi.moments.rules`; one without a rule raises a ``NotImplementedError``. Elements
-    are independent of each other, unless there is a covariance.
+    :mod:`pyro_structvi.moments.rules`; one without a rule raises a ``NotImplementedError``.
 
     Args:
         loc: Means.
         variance: Variances, of the same shape.
         settings: How moments are propagated.
-        covariance: None, or the covariance between the elements of the last dimension, ``(*shape,
-            size)`` for a tensor ``(*batch, size)``.
+        covariance: The covariance between the elements of the last dimension of a tensor ``(*batch,
+            size)``, ``(*batch, size, size)``, or None, if they are independent.
 
     Attributes:
         form_covariance: A function that forms the covariance of outputs of a dense map on demand.
@@ -55,7 +54,6 @@ class RandomTensor(Tensor):
     def __new__(
         cls, loc: Tensor, variance: Tensor, settings: Settings, covariance: Tensor | None = None
     ) -> Self:
-        """Make the tensor."""
         tensor = without_storage(cls, loc.shape, loc)
         tensor._loc, tensor._variance = loc, variance
         tensor.settings, tensor.covariance = settings, covariance
@@ -63,12 +61,10 @@ class RandomTensor(Tensor):
 
     @property
     def loc(self) -> Tensor:
-        """The means."""
         return self._loc
 
     @property
     def variance(self) -> Tensor:
-        """The variances."""
         return self._variance
 
     def become(self, other: "RandomTensor") -> Self:
@@ -78,7 +74,6 @@ class RandomTensor(Tensor):
         return self
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Show the moments."""
         return f"RandomTensor(loc={self.loc!r}, variance={self.variance!r})"
 
     @classmethod

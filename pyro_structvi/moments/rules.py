@@ -10,8 +10,8 @@ from pyro_structvi.maps.calls import (
     Application,
     FactorApplication,
     Lookup,
-    Rewrite,
     parse_application,
+    rewritten,
 )
 from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
@@ -27,9 +27,10 @@ def moments_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the moments of the result of a function of torch."""
+    outputs = rewritten(function, args, kwargs)
+    if outputs is not None:
+        return outputs
     reading = parse_application(function, args, kwargs)
-    if isinstance(reading, Rewrite):
-        return reading.compute()
     if isinstance(reading, Application):
         return linear_moments(reading)
     if isinstance(reading, Lookup):
@@ -62,8 +63,8 @@ def _apply(
         return RULES[name](*args, **kwargs)
     x = args[0] if args else None
     if name in NONLINEARITIES and isinstance(x, RandomTensor):
-        closed_form = NONLINEARITIES[name]
-        closed = None if closed_form is None else closed_form(*args[1:], **kwargs)
+        read = NONLINEARITIES[name]
+        closed = None if read is None else read(*args[1:], **kwargs)
         return propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
     if next(random_among((args, kwargs))).settings.linearize:
         return linearized(function, args, kwargs)

@@ -46,9 +46,9 @@ class Argument:
     """The shape and the constraint of a tensor argument, for its annotation.
 
     Args:
-        shape: The dimensions behind the batch, such as ``"out, in, in"``. ``out`` and ``in`` are the
-            sizes of the weight as a matrix, ``D`` is their product, and ``in / g`` a quotient; any other
-            letter is a free size, the same in all arguments.
+        shape: The dimensions behind the batch, such as ``"out, in, in"``: ``out`` and ``in`` are
+            those of the weight as a matrix, ``D`` is their product, ``in / g`` a quotient, and
+            another letter a free size, the same in all arguments.
         constraint: The constraint of its values.
     """
 
@@ -201,7 +201,7 @@ def check_overrides(
     """Raise a ``TypeError`` that names the required members missing in a class.
 
     Each has alternatives: a member, or several with spaces between. ``contract`` has the bases that
-    define the contract, the most specific first.
+    define it, the most specific first.
     """
     order = cls.__mro__
     own = order[: order.index(contract[0])]

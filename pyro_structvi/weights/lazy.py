@@ -16,8 +16,8 @@ from pyro_structvi.maps.calls import (
     Call,
     FactorApplication,
     Lookup,
-    Rewrite,
     parse_application,
+    rewritten,
 )
 from pyro_structvi.maps.linear_map import BiasColumnMap, FactoredDraw, LinearMap, shape_per_example
 from pyro_structvi.weights.outputs import flipout
@@ -30,10 +30,9 @@ from pyro_structvi.weights.weight_distribution import (
 
 
 class WeightPlaceholder(Tensor):
-    """A tensor without storage that has shape, dtype and device, and is replaced when it is used.
+    """A tensor with shape, dtype and device, but no storage, that is replaced when it is used.
 
-    A call may be evaluated without the weight, by ``sample_outputs``; otherwise it receives
-    ``draw()``.
+    A call may be evaluated without the weight, by ``sample_outputs``, or receives ``draw()``.
     """
 
     use: SiteUse
@@ -86,12 +85,11 @@ class WeightPlaceholder(Tensor):
         kwargs = kwargs or {}
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)
-        view = _read_view(func, args, kwargs)
-        if view is not None:
-            return view
+        for rule in (_read_view, rewritten):
+            found = rule(func, args, kwargs)
+            if found is not None:
+                return found
         call = parse_application(func, args, kwargs)
-        if isinstance(call, Rewrite):
-            return call.compute()
         if call is not None and isinstance(call.weight, WeightPlaceholder):
             call.weight._check_input(call)
             outputs = call.weight.sample_outputs(call)
@@ -122,7 +120,6 @@ class ArrangedView(WeightPlaceholder):
         return cls._make(base, shape, base.use, base=base, _dims=dims)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Show the weight and the order of its dimensions, without sampling."""
         return f"ArrangedView({self.base!r}, dims={self._dims})"
 
     def draw(self) -> Tensor:
@@ -176,8 +173,7 @@ class LazyWeight(WeightPlaceholder):
 
     ``F.linear``, convolutions and ``F.embedding`` receive samples of their *outputs*, independent for
     each example (local reparameterization). Any other function receives a sample of the weight, which
-    is kept. After outputs were sampled, a further use raises an error, since it would see an
-    independent weight.
+    is kept. A use after outputs were sampled raises an error, since it would see an independent weight.
 
     Attributes:
         sampled: The sampled quantity: "outputs", "rows", "factors", "weight", or "" for nothing.
@@ -252,14 +248,13 @@ class LazyWeight(WeightPlaceholder):
         return self._value
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Show the weight if it has been sampled, without sampling it."""
         if self._value is not None:
             return repr(self._value)
         state = f"its {self.sampled} were drawn" if self._gave_outputs else "not drawn yet"
         return f"LazyWeight(site='{self.use.name}', shape={tuple(self.shape)}, {state})"
 
     def __format__(self, format_spec: str) -> str:
-        """Show what ``repr`` does, unless a format asks for the number of a single element."""
+        """Show the placeholder, unless a format asks for the number of a single element."""
         return format(self.draw(), format_spec) if format_spec else repr(self)
 
     def sample_outputs(self, call: Call) -> Tensor | None:
@@ -313,8 +308,8 @@ class LazyWeight(WeightPlaceholder):
     ) -> Tensor:
         """Sample outputs of a linear map with a bias.
 
-        A lazy bias with independent elements adds its variance to that of the outputs. A correlated
-        one, and any where an example has several positions, is sampled once for each example.
+        A lazy bias with independent elements adds its variance. A correlated one, and any where an
+        example has several positions, is sampled once for each example.
         """
         linear_map, x, _, bias, _ = application
         self._refuse_second_use()
@@ -370,8 +365,7 @@ class LazyWeight(WeightPlaceholder):
 class LazySlice(WeightPlaceholder):
     """A weight or its bias, as a slice of a lazily sampled joint weight ``(out, in + 1)``.
 
-    A linear map with both slices samples its outputs from the image of the joint distribution. Any other
-    use takes the slice of a joint sample, by ``take``.
+    A linear map with both samples outputs from the image of the joint distribution.
     """
 
     whole: LazyWeight
@@ -422,9 +416,9 @@ class DelayDraws(Messenger):
     :class:`~pyro_structvi.distributions.WeightDistribution` and the model uses it once, or if its
     samples may be applied in factors. Sites in plates are sampled at once.
 
-    For an objective that is linear in each log density, such as the ELBO: outputs sampled for the
-    likelihood do not belong to a weight that is sampled later for a density. Importance weights
-    combine the two, so they need sampled weights. With ``always``, a pass uses none of the weights.
+    For an objective that is linear in each log density, such as the ELBO: sampled outputs do not
+    belong to a weight that is sampled later for a density, and importance weights combine the two.
+    With ``always``, a pass uses none of the weights.
 
     Example:
         >>> import pyro

@@ -34,14 +34,12 @@ class CountedWeight(WeightPlaceholder):
         return self.draw()
 
     def item_of_stack(self, index: int) -> WeightPlaceholder:
-        """Return one weight of a stack, whose uses are counted separately."""
         return _CountedItem(self, index)
 
     def add_use(self, index: int | None) -> None:
-        """Count a use of the whole value, or of one weight of a stack.
+        """Count a use of the whole value, or of one weight of a stack; the most used weight decides.
 
-        The total is the number of uses of the weight that is used most. A use that may be repeated or
-        differentiated counts twice.
+        A use that may be repeated or differentiated counts twice.
         """
         if inside_checkpoint():
             self.use.eager_reason = CHECKPOINT

@@ -53,6 +53,8 @@ class PointMass(Delta):
         tensor(True)
     """
 
+    v: Tensor
+
     @checked
     def __init__(
         self,
@@ -76,8 +78,7 @@ class PointMass(Delta):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the value; a view of a parameter, which a module would register."""
-        value: Tensor = self.v
-        return value.view_as(value) if isinstance(value, nn.Parameter) else value
+        return self.v.view_as(self.v) if isinstance(self.v, nn.Parameter) else self.v
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         draw: Tensor = super().rsample(as_size("sample_shape", sample_shape))
@@ -89,8 +90,7 @@ class PointMass(Delta):
 
     @property
     def mode(self) -> Tensor:
-        value: Tensor = self.v
-        return value
+        return self.v
 
     @property
     def variance(self) -> Tensor:
@@ -100,8 +100,7 @@ class PointMass(Delta):
     @property
     def variance_sum(self) -> Tensor:
         if self._variance is None:
-            known: Tensor = self.v.new_zeros(self.batch_shape)
-            return known
+            return self.v.new_zeros(self.batch_shape)
         return event_sum(self._variance, self.event_dim)
 
     @property
@@ -110,8 +109,9 @@ class PointMass(Delta):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
         shape = as_expanded(batch_shape, self.batch_shape) + self.event_shape
-        moments = (None if m is None else m.expand(shape) for m in (self._mean, self._variance))
-        mean, variance = moments
+        mean, variance = (
+            None if m is None else m.expand(shape) for m in (self._mean, self._variance)
+        )
         return PointMass(self.v.expand(shape), self.event_dim, mean, variance, validate_args=False)
 
 
@@ -147,8 +147,7 @@ class Auxiliary(TorchDistribution):
 
     @checked
     def __init__(self, posterior: Distribution, prior: Distribution | None = None) -> None:
-        self.posterior: Any = posterior
-        self.prior: Any = prior
+        self.posterior, self.prior = posterior, prior
         super().__init__(posterior.batch_shape, posterior.event_shape, validate_args=False)
 
     @constraints.dependent_property(is_discrete=False)
@@ -157,32 +156,28 @@ class Auxiliary(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        mean: Tensor = self.posterior.mean
-        return mean
+        return self.posterior.mean
 
     @property
     def variance(self) -> Tensor:
-        variance: Tensor = self.posterior.variance
-        return variance
+        return self.posterior.variance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        draw: Tensor = self.posterior.rsample(as_size("sample_shape", sample_shape))
-        return draw
+        return self.posterior.rsample(as_size("sample_shape", sample_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return ``log q - log p``, in nats; without a prior ``log q``."""
         if self.posterior._validate_args:
             shapes = self.batch_shape, self.event_shape
             check_value(value, "posterior", self.posterior.mean, *shapes)
-        ratio: Tensor = self.posterior.log_prob(value)
+        ratio = self.posterior.log_prob(value)
         return ratio if self.prior is None else ratio - self.prior.log_prob(value)
 
     def kl(self) -> Tensor:
         """Return the mean of :meth:`log_prob`: a KL, or minus an entropy without a prior."""
         with autocast_off(self.posterior.mean):
             if self.prior is None:
-                nats: Tensor = -self.posterior.entropy()
-                return nats
+                return -self.posterior.entropy()
             return kl_divergence(self.posterior, self.prior)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Auxiliary":
@@ -323,12 +318,30 @@ class JoinedPrior(Distribution):
         bias = expected_neg_log_prob(mean[..., -1], variance[..., -1], self.bias)
         return torch.cat([weight, bias.unsqueeze(-1)], -1)
 
-    def normals(self) -> tuple[Any, Any] | None:
-        """Return both priors as plain normals, or None if one of them is not normal."""
-        weight, bias = _base(self.weight), _base(self.bias)
+    def as_normal(self) -> Normal | None:
+        """Return independent normals over ``(out, in + 1)``, or None if a prior is not normal."""
+        weight, bias = _without_wrappers(self.weight), _without_wrappers(self.bias)
         if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
             return None
-        return weight, bias
+        loc = self._join(weight.loc, bias.loc)
+        return Normal(loc, self._join(weight.scale, bias.scale), validate_args=False)
+
+    def _join(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return ``(out, in + 1)``, or ``(1, in + 1)`` if both are constant."""
+        shape = self.weight_shape
+        weight = shrink(weight.expand(shape), len(shape))
+        bias = shrink(bias.expand(shape[:1]), 1)
+        rows = 1 if weight.numel() == bias.numel() == 1 else shape[0]
+        full = weight.expand(rows, *shape[1:]).flatten(1)
+        return torch.cat([full, bias.expand(rows).unsqueeze(-1)], -1)
+
+
+def _without_wrappers(prior: Any) -> Any:
+    """Return the base of a prior, as plain normals if it is a weight of independent elements."""
+    base = base_of(prior)
+    if isinstance(base, IndependentWeight):
+        return Normal(base.loc, base.stddev, validate_args=False)
+    return base
 
 
 @register_kl(GaussianWeight, Normal)
@@ -381,37 +394,12 @@ def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
 @register_kl(WeightDistribution, IndependentWeight)
 def kl_weight_independent(q: WeightDistribution, p: IndependentWeight) -> Tensor:
     """KL to a prior that is a weight distribution with independent elements."""
-    return kl_divergence(q, _plain(p))
+    return kl_divergence(q, _without_wrappers(p))
 
 
 @register_kl(GaussianWeight, JoinedPrior)
-def kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
+def _kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
     """KL to separate priors of a weight and its bias."""
-    normals = p.normals()
-    if normals is None:
-        divergence: Tensor = kl_from_moments(q, p)
-        return divergence
-    weight, bias = normals
-    loc, scale = (
-        _join(getattr(weight, name), getattr(bias, name), p.weight_shape)
-        for name in ("loc", "scale")
-    )
-    return kl_divergence(q, Normal(loc, scale, validate_args=False))
-
-
-def _base(prior: Any) -> Any:
-    prior = base_of(prior)
-    return _plain(prior) if isinstance(prior, IndependentWeight) else prior
-
-
-def _plain(p: IndependentWeight) -> Normal:
-    return Normal(p.loc, p.stddev, validate_args=False)
-
-
-def _join(weight: Tensor, bias: Tensor, weight_shape: torch.Size) -> Tensor:
-    """Return ``(out, in + 1)``, or ``(1, in + 1)`` if both are constant."""
-    weight = shrink(weight.expand(weight_shape), len(weight_shape))
-    bias = shrink(bias.expand(weight_shape[:1]), 1)
-    rows = 1 if weight.numel() == bias.numel() == 1 else weight_shape[0]
-    full = weight.expand(rows, *weight_shape[1:]).flatten(1)
-    return torch.cat([full, bias.expand(rows).unsqueeze(-1)], -1)
+    normal = p.as_normal()
+    nats: Tensor = kl_from_moments(q, p) if normal is None else kl_divergence(q, normal)
+    return nats

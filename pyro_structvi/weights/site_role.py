@@ -43,14 +43,9 @@ class SiteUse:
         if former is None:
             return self
         counts = [use.count for use in (self, former) if use.count is not None]
-        return replace(
-            self,
-            count=max(counts, default=None),
-            eager_reason=self.eager_reason or former.eager_reason,
-            has_other_rows=self.has_other_rows or former.has_other_rows,
-            has_unknown_rows=self.has_unknown_rows or former.has_unknown_rows,
-            examples_interact=self.examples_interact or former.examples_interact,
-        )
+        names = ("eager_reason", "has_other_rows", "has_unknown_rows", "examples_interact")
+        found = {name: getattr(self, name) or getattr(former, name) for name in names}
+        return replace(self, count=max(counts, default=None), **found)
 
     @property
     def allows_outputs(self) -> bool:

@@ -48,6 +48,8 @@ class WeightDistribution(TorchDistribution):
         **dict.fromkeys(("arg_constraints", "variance", "covariance_matrix"), ()),
         **dict.fromkeys(("rsample", "image_under"), ()),
     }
+    batch_shape: torch.Size
+    event_shape: torch.Size
     loc: Tensor
 
     def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
@@ -310,7 +312,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     @property
     def noise_shape(self) -> torch.Size:
         """The shape of the noise ``e`` of one weight."""
-        return torch.Size(self.event_shape)
+        return self.event_shape
 
     @property
     def variance(self) -> Tensor:
@@ -345,16 +347,14 @@ class GaussianWeight(WeightDistribution, abstract=True):
         return event_sum(self.whiten(difference).square(), len(self.noise_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
             self._validate_sample(value)
-        size: int = self.event_shape.numel()
         distance = self.mahalanobis(value - self.loc) + self.log_det_covariance
-        return -0.5 * (distance + size * math.log(2 * math.pi))
+        return -0.5 * (distance + self.event_shape.numel() * math.log(2 * math.pi))
 
     def entropy(self) -> Tensor:
         """Return the differential entropy ``(*batch_shape,)``, in nats."""
-        size: int = self.event_shape.numel()
+        size = self.event_shape.numel()
         return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
@@ -367,7 +367,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
     ) -> TorchDistribution:
-        """Return the distribution of the outputs, with variances in the precision of the parameters."""
         linear_map = self.map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
@@ -416,7 +415,6 @@ class IndependentWeight(GaussianWeight, abstract=True):
         return torch.addcmul(self.loc, noise, self.stddev)  # one pass over memory
 
     def spread(self, moment: Tensor) -> Tensor:
-        """Return the diagonal matrices of ``sum_j Var(W_ij) S_jj``."""
         diagonal = moment.diagonal(dim1=-2, dim2=-1)
         return torch.diag_embed(diagonal @ self.as_matrix(self.variance).mT)
 

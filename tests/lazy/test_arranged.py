@@ -47,39 +47,22 @@ TRANSPOSED = {
     "einsum of a transpose": lambda x, w: torch.einsum("bi, oi -> bo", x, w.mT),
 }
 
-# Calls that need independent elements: inputs, the weight's shape, the call.
+# Calls that need independent elements: the sizes of inputs and weight by letter, and the call.
+SIZES = {"r": ROWS, "i": IN, "o": OUT, "s": STACK, "b": STACK + ROWS}
 OTHERS = {
-    "bmm": ((STACK, ROWS, IN), (STACK, IN, OUT), torch.bmm),
-    "a batched matmul": ((STACK, ROWS, IN), (STACK, OUT, IN), lambda x, w: x @ w.mT),
-    "baddbmm": (
-        (STACK, ROWS, IN),
-        (STACK, IN, OUT),
-        lambda x, w: torch.baddbmm(torch.ones(STACK, 1, OUT), x, w),
-    ),
-    "einsum of heads": (
-        (ROWS, IN),
-        (STACK, OUT, IN),
-        lambda x, w: torch.einsum("ni,hoi->nho", x, w),
-    ),
-    "einsum that sums two": (
-        (ROWS, STACK, IN),
-        (STACK, IN, OUT),
-        lambda x, w: torch.einsum("nhi,hio->on", x, w),
-    ),
-    "einsum of a stack": (
-        (ROWS, STACK, IN),
-        (IN, STACK, OUT),
-        lambda x, w: torch.einsum("nei,ieo->eno", x, w),
-    ),
-    "bilinear": ((ROWS, IN), (OUT, IN, IN), lambda x, w: F.bilinear(x, 2 * x, w, torch.ones(OUT))),
+    "bmm": ("sri", "sio", torch.bmm),
+    "a batched matmul": ("sri", "soi", lambda x, w: x @ w.mT),
+    "baddbmm": ("sri", "sio", lambda x, w: torch.baddbmm(torch.ones(STACK, 1, OUT), x, w)),
+    "einsum of heads": ("ri", "soi", lambda x, w: torch.einsum("ni,hoi->nho", x, w)),
+    "einsum that sums two": ("rsi", "sio", lambda x, w: torch.einsum("nhi,hio->on", x, w)),
+    "einsum of a stack": ("rsi", "iso", lambda x, w: torch.einsum("nei,ieo->eno", x, w)),
+    "bilinear": ("ri", "oii", lambda x, w: F.bilinear(x, 2 * x, w, torch.ones(OUT))),
     "experts by index": (
-        (STACK, ROWS, IN),
-        (STACK, OUT, IN),
+        *("sri", "soi"),
         lambda x, w: torch.stack([F.linear(x[0], w[0]), F.linear(x[1], w[torch.tensor(-1)])]),
     ),
     "grouped_mm": (
-        (STACK + ROWS, IN),
-        (STACK, IN, OUT),
+        *("bi", "sio"),
         lambda x, w: F.grouped_mm(x, w, offs=torch.tensor([STACK, STACK + ROWS]).int()),
     ),
 }
@@ -139,7 +122,8 @@ def test_a_grouped_product_is_that_of_torch():
     ],
 )
 def test_outputs_of_other_orders_have_their_moments(call, structure):
-    x_shape, shape, function = OTHERS[call]
+    *letters, function = OTHERS[call]
+    x_shape, shape = ([SIZES[letter] for letter in each] for each in letters)
     x, q = torch.randn(x_shape), TRANSPOSABLE[structure](*shape)
     reference = in_two_products if function is OTHERS["grouped_mm"][-1] else function
     found = unit_draws(lambda: function(x, lazy(q)))

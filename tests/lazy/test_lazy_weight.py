@@ -3,14 +3,18 @@
 import copy
 import pickle
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.placeholders import CountedWeight
-from pyro_structvi.weights.site_role import SiteUse
-from tests.distributions.cases import make_full
+from pyro_structvi.weights.site_role import SiteRole, SiteUse
+from tests import dense_oracles as dense
+from tests.distributions.cases import CASES, make_full
 from tests.lazy_weights import (
     CONVOLUTIONS,
     IN,
@@ -23,6 +27,7 @@ from tests.lazy_weights import (
     lazy,
     narrow_normal,
 )
+from tests.unit_noise import assert_draws
 
 METADATA = {
     "shape": (lambda w: w.shape, (OUT, IN)),
@@ -270,3 +275,125 @@ def test_a_draw_first_seen_without_gradients_has_them_all_the_same():
     loss = (torch.randn(5, IN) @ weight.t()).sum()
     assert loss.requires_grad
     assert torch.autograd.grad(loss, q.loc)[0].ne(0).all()
+
+
+# ---- delayed draws, and refused second uses ------------------------------------------------------
+
+
+def guide(q):
+    """Return a guide of one site whose draw may be delayed."""
+    infer = SiteRole(use=SiteUse("layer.weight", count=1)).as_infer()
+    return lambda *args: pyro.sample("layer.weight", q, infer=infer)
+
+
+SECOND_USES = {
+    "another layer": lambda w: F.linear(torch.ones(5, IN), w),
+    "a bias": lambda w: F.linear(torch.ones(5, IN), torch.ones(OUT, IN), w[:, 0]),
+    "a product": lambda w: torch.ones(5, IN) @ w.t(),
+    "a norm without gradients": lambda w: torch.no_grad()(torch.linalg.vector_norm)(w),
+    "a copy": lambda w: copy.deepcopy(w),
+    "a pickle": lambda w: pickle.dumps(w),
+    "a detached copy": lambda w: w.detach(),
+    "a write": lambda w: w.mul_(2),
+    "numbers": lambda w: w.tolist(),
+    "a draw": lambda w: w.draw(),
+}
+MESSAGE = r"the weight at site 'layer\.weight' more often .*guide\.initialize.*local_reparam"
+
+
+def test_a_second_use_is_an_error_that_names_the_site():
+    """Without any handler around: what matters is the weight, not the way it came in."""
+    for use in SECOND_USES.values():
+        weight = lazy(name="layer.weight")
+        F.linear(torch.randn(5, IN), weight)
+        with pytest.raises(RuntimeError, match=MESSAGE):
+            use(weight)
+        assert not weight.is_drawn
+    bias = lazy(bias_normal(), "layer.bias")
+    F.linear(torch.randn(5, IN), lazy(), bias)
+    with pytest.raises(RuntimeError, match=r"site 'layer\.bias'"):
+        bias + 1
+    with pytest.raises(RuntimeError, match=r"site 'layer\.bias'"):
+        F.linear(torch.randn(5, IN), lazy(), bias)
+
+
+def test_a_density_may_see_a_weight_independent_of_the_outputs():
+    weight = lazy(q := k_tied_normal(), name="layer.weight")
+    F.linear(torch.randn(5, IN), weight)
+    value = weight.draw_for_density()
+    assert torch.equal(value, weight.draw_for_density())
+    assert value.shape == q.event_shape
+    with pytest.raises(RuntimeError, match=MESSAGE):  # the model still may not
+        weight.draw()
+
+
+def test_only_a_counted_site_gives_a_lazy_weight_where_the_objective_says_so():
+    q, given = k_tied_normal(), torch.zeros(OUT, IN)
+    role = SiteRole(use=SiteUse("site", count=1)).as_infer()
+    assert is_ordinary(guide(q)())
+    with DelayDraws():
+        value = guide(q)()
+        assert is_ordinary(pyro.sample("of no role", k_tied_normal()))
+        assert is_ordinary(pyro.sample("of pyro", dist.Normal(torch.zeros(2), 1.0), infer=role))
+        assert pyro.sample("with a value", k_tied_normal(), obs=given, infer=role) is given
+        with pyro.plate("members", 3):
+            members = guide(q)()
+    assert type(value) is LazyWeight
+    assert not value.is_drawn
+    assert value.distribution is q
+    assert value.use.name == "layer.weight"
+    assert is_ordinary(members)
+    assert members.shape == (3, OUT, IN)
+
+
+# ---- a lazy bias ---------------------------------------------------------------------------------
+
+
+BY_NAME = {case.name: case for case in CASES}
+NAMES = [
+    *(("2-tied", bias) for bias in ("mean field", "low rank 2", "full")),
+    *((name, bias) for name in ("full", "inducing weights, full") for bias in ("2-tied", "full")),
+]
+PAIRS = [(BY_NAME[name], BY_NAME[bias]) for name, bias in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("case", "bias_case"), PAIRS, ids=[f"{case.name}, bias {bias.name}" for case, bias in PAIRS]
+)
+def test_a_lazy_bias_adds_its_distribution_to_the_outputs(case, bias_case):
+    """Weight and bias are drawn as outputs: exact for each example, independent over examples."""
+    q, prior = case.make((), (OUT, IN), torch.float64), bias_case.make((), (OUT,), torch.float64)
+    x = torch.randn(2, IN)
+    weight_part = dense.image_covariance(x, case.covariance(q), OUT)
+    assert_draws(
+        lambda: F.linear(x, lazy(q), lazy(prior, "bias")),
+        dense.image_mean(x, q.loc, 2) + prior.loc,
+        weight_part + bias_case.covariance(prior),
+    )
+
+
+def dense_layer(x, bias):
+    """Show a bias, with the channels as the second dimension."""
+    return F.linear(x, lazy(narrow_normal(OUT, 2)), bias).movedim(-1, 1)
+
+
+def convolution_layer(x, bias):
+    return F.conv2d(x.movedim(-1, 1), lazy(narrow_normal(OUT, 2, 1, 1)), bias)
+
+
+def unbatched(x, bias):
+    image = x[0].movedim(-1, 0)
+    return F.conv2d(image, lazy(narrow_normal(OUT, 2, 1, 1)), bias).unsqueeze(0)
+
+
+@pytest.mark.parametrize("layer", [dense_layer, convolution_layer, unbatched])
+def test_the_positions_of_an_example_share_the_draw_of_the_bias(layer):
+    prior, x = bias_normal(), torch.randn(2, 3, 2, 2)
+    variance, count = torch.diag(prior.scale.square()), 1 if layer is unbatched else 2
+    assert_draws(
+        lambda: layer(x, lazy(prior, "bias")).flatten(2),
+        prior.loc.unsqueeze(-1),
+        torch.kron(variance, torch.ones(6, 6)).expand(count, -1, -1),
+    )
+    layer(x, bias := lazy(prior, "bias"))
+    assert not bias.is_drawn

@@ -199,24 +199,15 @@ def test_pairs_at_nodes_have_their_covariance():
     torch.testing.assert_close(found, covariance[0], rtol=1e-6, atol=1e-8)
 
 
-def test_an_output_that_is_changed_in_place_loses_its_covariance():
+def test_an_output_that_is_changed_in_place_loses_its_covariance_and_a_weight_is_refused():
     """Terms of a sum are independent, and have no covariance in common."""
     q = MatrixNormal(torch.randn(2, 3), torch.eye(2), torch.eye(3))
     found = F.linear(torch.randn(SIZE, 3), RandomWeight(q, Settings()))
     assert found.form_covariance is not None
     found += torch.randn(SIZE, 2)
     assert found.form_covariance is None
-
-
-def test_a_weight_that_is_changed_in_place_is_refused():
-    class Scaled(nn.Linear):
-        def forward(self, x):
-            return F.linear(x, self.weight.mul_(2.0))
-
-    model = ps.Regressor(ps.bayesianize(Scaled(3, 1, bias=False), prior=1.0), SIZE, 0.1)
-    moments = ps.moments.NetMoments(model, ps.MeanFieldGuide(model))
     with pytest.raises(NotImplementedError, match="changed in place has no moments"):
-        moments(torch.randn(SIZE, 3))
+        RandomWeight(q, Settings()).mul_(2.0)
 
 
 def test_more_logits_than_there_are_nodes_for_are_refused():

@@ -6,8 +6,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.infer import StructuredELBO
-from pyro_structvi.moments import RandomTensor, Settings
-from pyro_structvi.posterior.one_pass import MomentsWarning
+from pyro_structvi.moments import NetMoments, RandomTensor, Settings
 from tests.models import HandWritten
 from tests.moments.signs import random_input
 
@@ -17,15 +16,6 @@ SIZE = 5
 class NoRule(nn.Module):
     def forward(self, x):
         return torch.cumsum(torch.sinh(x), -1)
-
-
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.layer(torch.tanh(self.layer(x)))
 
 
 def regressor(*layers, **options):
@@ -117,18 +107,19 @@ def test_other_models_and_data_are_refused():
         predict(model, guide=guide)
     with pytest.raises(TypeError, match=message):
         StructuredELBO(estimator="moments").loss(model, guide, *data)
+    with pytest.raises(TypeError, match=message):
+        NetMoments(model, guide)
     model = regressor(nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="must be no mixture"):
+        NetMoments(model, ps.EnsembleGuide(model, 3))
+    with pytest.raises(NotImplementedError, match="no lower bound in closed form"):
+        StructuredELBO(estimator="bound").terms(
+            model, ps.MeanFieldGuide(model), data[0], data[1][:, :1]
+        )
     with pytest.raises(TypeError, match=r"`inputs` must be the one input of the net, but got 2"):
         predict(model, (data[0], data[0]))
     with pytest.raises(ValueError, match=r"`y` must have .*shape"):
         predict(model, y=torch.zeros(SIZE))
-
-
-def test_a_weight_that_is_used_twice_is_warned_of():
-    model = ps.Regressor(ps.bayesianize(Shared(), prior=1.0), SIZE, 0.3)
-    message = r"A pass uses the weights .*layer\.weight.* more than once, .*moments count each use"
-    with pytest.warns(MomentsWarning, match=message):
-        predict(model)
 
 
 def test_a_bound_by_moments_needs_observations_and_one_particle():

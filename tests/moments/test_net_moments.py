@@ -37,17 +37,6 @@ def test_the_exported_module_takes_batches_of_any_size(name):
             torch.testing.assert_close(exported.module()(x), moments(x))
 
 
-def test_other_guides_and_models_are_refused():
-    model, _ = make(ps.MeanFieldGuide)
-    with pytest.raises(ValueError, match="must be no mixture"):
-        ps.moments.NetMoments(model, ps.EnsembleGuide(model, 3))
-    with pytest.raises(TypeError, match="another likelihood around a net"):
-        ps.moments.NetMoments(model.net, ps.MeanFieldGuide(model))
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1), prior=1.0), num_data=6, noise_scale=0.1)
-    with pytest.raises(NotImplementedError, match="no lower bound in closed form"):
-        ps.StructuredELBO(estimator="bound").terms(model, ps.MeanFieldGuide(model), X, X[:, :1])
-
-
 @pytest.mark.parametrize("predict", [partial(ps.predict, num_samples=3), ps.predict_moments])
 def test_a_prediction_can_be_differentiated(predict):
     model, guide = make(ps.MeanFieldGuide)

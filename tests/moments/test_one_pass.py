@@ -14,6 +14,7 @@ from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.moments import integration as softmax
 from pyro_structvi.moments.integration import nodes_of
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
+from pyro_structvi.posterior.one_pass import MomentsWarning
 from pyro_structvi.testing import guides_for, points_for
 from tests.moments.one_layer import (
     SIZE,
@@ -28,6 +29,11 @@ from tests.moments.one_layer import (
 )
 
 GUIDES = {**guides_for("tests"), **points_for("tests")}
+
+
+@pytest.fixture
+def x():
+    return torch.randn(SIZE, 3)
 
 
 # ---- the moments of one random layer, under every guide ------------------------------------------
@@ -357,7 +363,7 @@ class Twice(nn.Module):
 
 
 def test_a_step_by_moments_draws_no_weight(x):
-    """Also if a pass uses a weight twice, which other objectives draw at once."""
+    """Also if a pass uses a weight twice, which predictions warn of."""
     model = ps.Classifier(ps.bayesianize(Twice(), prior=1.0), SIZE)
     guide, y = ps.KTiedGuide(model), torch.arange(SIZE) % 3
     elbo = StructuredELBO(estimator="moments")
@@ -365,3 +371,6 @@ def test_a_step_by_moments_draws_no_weight(x):
     state = torch.get_rng_state()
     assert elbo.loss(model, guide, x, y) == first
     assert torch.equal(torch.get_rng_state(), state)
+    message = r"A pass uses the weights .*inner\.weight.* more than once, .*moments count each use"
+    with pytest.warns(MomentsWarning, match=message):
+        ps.predict_moments(model, guide, x)

@@ -38,7 +38,6 @@ from pyro_structvi.weights.site_distributions import (
     JoinedPrior,
     expected_neg_log_prob,
     in_front,
-    kl_weight_joined,
     normal_quantiles,
     quantiles,
 )
@@ -287,8 +286,9 @@ def _kl_from_moments(q: InducingNormal, p: Any) -> Tensor:
 
 @register_kl(InducingNormal, JoinedPrior)
 def _kl_to_joined_priors(q: InducingNormal, p: JoinedPrior) -> Tensor:
-    divergence: Tensor = _kl_from_moments(q, p) if p.normals() is None else kl_weight_joined(q, p)
-    return divergence
+    normal = p.as_normal()
+    nats: Tensor = _kl_from_moments(q, p) if normal is None else kl_divergence(q, normal)
+    return nats
 
 
 def _is_own(loc: Tensor, scale: Tensor, own: Tensor) -> bool:
