@@ -34,6 +34,9 @@ class Leaf:
         return gradient
 
 
+Comparison = tuple[str, Tensor, Tensor]  # a rule, and projections of both tensors
+
+
 class Contract:
     """Comparisons of a class ``owner`` that raise an ``AssertionError`` with rule, expected and got.
 
@@ -44,8 +47,7 @@ class Contract:
         self, owner: str, leaves: tuple[Leaf, ...] = (), dtype: torch.dtype = torch.float64
     ) -> None:
         self.owner, self.leaves, self.tolerance = owner, leaves, TOLERANCE[dtype]
-        # A rule and a projection of the difference, for each comparison of the present part.
-        self._part: list[tuple[str, Tensor, Tensor]] | None = None
+        self._part: list[Comparison] | None = None
 
     def fail(self, rule: str, expected: Any, got: Any) -> None:
         """Raise the error of a violated rule."""
@@ -100,13 +102,11 @@ class Contract:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Compare the gradients of the part, and add its name to errors of the checked class itself."""
-        compared: list[tuple[str, Tensor, Tensor]] = []
+        compared: list[Comparison] = []
         self._part = compared
         try:
             yield
-            self._part = None
-            if compared:
-                self._compare_part(compared)
+            self._compare_sums(compared)
         except AssertionError:
             raise
         except Exception as error:
@@ -115,8 +115,10 @@ class Contract:
         finally:
             self._part = None
 
-    def _compare_part(self, compared: list[tuple[str, Tensor, Tensor]]) -> None:
+    def _compare_sums(self, compared: list[Comparison]) -> None:
         """Compare the sums of all gradients, and each by itself where the sums differ."""
+        if not compared:
+            return
         _, got, expected = zip(*compared, strict=True)
         try:
             self._compare_gradients("the sum", torch.stack(got).sum(), torch.stack(expected).sum())

@@ -79,11 +79,9 @@ def check_distribution(
             with plain.part(check.__name__.removeprefix("_check_")):
                 check(plain, q)
         exact, leaves = with_leaves(fresh(q), Tensor.double)
-        contract = Contract(plain.owner, leaves)
-        with contract.part("draws"):
-            subject = Subject.of(contract, exact, covariance, mean, kl, shared_covariance)
+        subject = Subject(plain.owner, leaves, exact, covariance, mean, kl, shared_covariance)
         for check_of in OF_NUMBERS:
-            with contract.part(check_of.__name__.removeprefix("check_")):
+            with subject.part(check_of.__name__.removeprefix("check_")):
                 check_of(subject)
         for check in (_check_copies, _check_dtypes, _check_in_pyro):
             with plain.part(check.__name__.removeprefix("_check_")):
