@@ -263,7 +263,7 @@ def overconfident(model, **options):
 
 GUIDES = {
     overconfident: "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`",
-    Missing: "a state dict restores the guide: draws that differ",
+    Missing: "a state dict restores the posterior in a new guide: tensors that differ",
     MovesTheSeed: "making a guide leaves the random state as it is",
 }
 
