@@ -18,7 +18,7 @@ KL = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Subject(Contract):
-    """A distribution in double precision whose tensors are leaves, with dense moments.
+    """A copy of a given distribution in double precision whose tensors are leaves, with dense moments.
 
     Moments are read off the draws, unless they are given. ``shared`` is the covariance of noise that all
     positions share, if it is known.
@@ -26,16 +26,16 @@ class Subject(Contract):
 
     def __init__(
         self,
-        owner: str,
-        leaves: tuple[Leaf, ...],
+        given: Any,
         q: Any,
+        leaves: tuple[Leaf, ...],
         covariance: Moment | None,
         mean: Moment | None,
         kl: KL | None,
         shared: Moment | None,
     ) -> None:
-        super().__init__(owner, leaves)
-        self.q, self.event_dim, self.kl = q, len(q.event_shape), kl
+        super().__init__(type(given).__name__, leaves)
+        self.given, self.q, self.event_dim, self.kl = given, q, len(q.event_shape), kl
         self.shared = None if shared is None else shared(q)
         drawn = linear(q.rsample)
         self.is_normal = drawn is not None
