@@ -37,14 +37,14 @@ def check_distribution(
 
     Draws :math:`\mu + A e` of normals are read off as exact functions of their noise, so that
     :math:`A A^\top` is the covariance without a sampling error. All other members, with their gradients,
-    are compared with dense computations from this covariance: moments, ``whiten`` and
-    ``log_det_covariance``, densities, KL divergences from independent normals, images under dense maps
-    and convolutions with biases and positions, ``expand``, copies, dtypes, and use at a sample site.
-    Draws that are not linear in normal noise are tested statistically, with a false alarm in 1e6 tests.
+    are compared with dense computations from it: moments, densities, KL divergences from independent
+    normals, outputs of dense layers and convolutions, ``expand``, copies, dtypes, and use at a sample
+    site. Draws that are not linear in normal noise are tested statistically, with a false alarm in 1e6
+    tests.
 
     Args:
-        q: An instance with random arguments, at most some dozen elements, any batch shape. Event
-            shapes of two dimensions are checked with dense layers, of more with convolutions.
+        q: An instance with random arguments, at most some dozen elements, any batch shape. Dense layers
+            check event shapes of two dimensions, and convolutions those of more.
         covariance: A function of such a distribution to its dense covariance ``(*batch, D, D)`` by
             definition; by default the covariance of its draws.
         mean: Likewise its mean; by default the mean of its draws.
