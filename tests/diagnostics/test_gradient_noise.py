@@ -219,7 +219,7 @@ def test_a_guide_without_a_matrix_is_refused():
 def test_counts_with_bounds_included_and_the_error_is_that_of_the_examples():
     prediction = normal_prediction(torch.tensor([0.0, 1.0, 2.0, 3.0]), 1.0)
     half = norm.ppf(0.75)
-    y = torch.tensor([0.0 + half, 1.0 + 1.01 * half, 2.0, 30.0])
+    y = torch.arange(4.0) + half * torch.tensor([1.0, 1.01, -0.99, -1.01])
     found = expected_coverage(prediction, y, levels=[0.5])[0.5]
     assert (found.observed, found.standard_error) == (0.5, pytest.approx(math.sqrt(0.25 / 4)))
     assert [*expected_coverage(prediction, y)] == [0.5, 0.8, 0.9, 0.95]
