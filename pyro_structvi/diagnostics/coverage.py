@@ -19,8 +19,8 @@ class Coverage:
 
     Attributes:
         observed: The share of observations within their intervals, bounds included.
-        standard_error: The standard deviation of this share for correct intervals of N independent
-            examples, ``sqrt(level (1 - level) / N)``.
+        standard_error: The standard deviation of this share for correct intervals,
+            ``sqrt(level (1 - level) / N)``.
     """
 
     observed: float
@@ -35,20 +35,19 @@ def expected_coverage(
 
     .. math:: \hat c = \frac1N \sum_n 1[l_n \le y_n \le u_n]
 
-    How to read it: the share should be the level, up to two standard errors. Below it the predictions
-    are overconfident, above it underconfident. Intervals of the marginal distribution of y have the
-    right coverage too, so compare their widths or a log density as well. On training data the coverage
-    is too high.
+    How to read it: the share should be the level, up to two standard errors; below it the predictions
+    are overconfident. Compare widths or a log density as well, since intervals of the marginal
+    distribution of y have the right coverage too. On training data the coverage is too high.
 
     Args:
         prediction: A prediction at N inputs.
         y: Observations at these inputs, ``(N, *event)``. Several targets of an example all count; the
-            standard error remains that for N examples, an upper bound.
+            standard error is then an upper bound.
         levels: Levels of the intervals, each above 0 and below 1.
 
     Raises:
-        ValueError: If a level is not between 0 and 1, ``levels`` is empty, ``y`` is not finite or of
-            another shape than the intervals, or the prediction has no intervals, as for classes.
+        ValueError: If a level is not between 0 and 1, ``levels`` is empty, ``y`` does not fit, or the
+            prediction has no intervals, as for classes.
 
     Example:
         >>> import torch

@@ -1,7 +1,6 @@
 """Signal-to-noise ratios of the gradients of a guide's parameters."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +10,20 @@ from torch import Tensor, nn
 from pyro_structvi._checks import Count, Program, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer import StructuredELBO
-from pyro_structvi.posterior.runs import tensors_in
-from pyro_structvi.sites.finding import separate_randomness
+from pyro_structvi.sites.finding import buffers_kept, separate_randomness
 
 
 @dataclass(frozen=True)
 class GradientNoise:
     """The noise of one parameter's gradient, over independent draws at the same data.
 
-    Elements without a gradient in any draw are excluded; without other elements all three numbers are
-    NaN. An element with a constant gradient has an infinite ratio.
+    Elements without a gradient in any draw are excluded; without other elements all numbers are NaN. An
+    element with a constant gradient has an infinite ratio.
 
     Attributes:
         snr: The signal-to-noise ratio ``E[g]^2 / Var[g]``, averaged over elements.
         median_snr: The median of that ratio over elements.
-        second_moment_ratio: ``E[g^2] / Var[g]``, averaged over elements; ``snr + 1`` except for the
-            finite number of draws.
+        second_moment_ratio: ``E[g^2] / Var[g]``, averaged over elements.
     """
 
     snr: float
@@ -47,9 +44,9 @@ def gradient_snr(
 
     .. math:: \mathrm{SNR} = \mathrm{E}[g]^2 / \mathrm{Var}[g]
 
-    for each element g of the gradient of the negative ELBO, estimated from independent gradients at the
-    current parameters on the same batch, with the unbiased variance. Parameters, their ``.grad``,
-    buffers of the model and the global random state do not change.
+    for each element g of the gradient of the negative ELBO, from independent gradients at the current
+    parameters on the same batch. Parameters, their ``.grad``, buffers of the model and the global random
+    state do not change.
 
     How to read it: well above 1 one step of gradient descent has the right sign; far below 1 many steps
     must be averaged. Pure noise gives about ``1 / num_samples``. Ratios fall towards the optimum, since
@@ -78,8 +75,7 @@ def gradient_snr(
         True
 
     References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.2 and Figure 4. Their
-        footnote 2 has ``E[g^2] / Var[g^2]``, over 10 successive batches.
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.2 and Figure 4.
     """
     if num_samples < 2:
         raise ValueError(
@@ -99,10 +95,9 @@ def gradient_snr(
         found = torch.autograd.grad(loss, values, allow_unused=True, materialize_grads=True)
         return {name: each.double() for name, each in zip(trained, found, strict=True)}
 
-    with ONE_THREAD, separate_randomness(), torch.enable_grad(), _kept_buffers(model):
+    with ONE_THREAD, separate_randomness(), torch.enable_grad(), buffers_kept(model):
         mean, variance = _moments(gradients, num_samples)
-    share = (num_samples - 1) / num_samples
-    return {name: _summary(mean[name].square(), variance[name], share) for name in mean}
+    return {name: _summary(mean[name].square(), variance[name], num_samples) for name in mean}
 
 
 def _moments(
@@ -119,24 +114,11 @@ def _moments(
     return mean, {name: each / (count - 1) for name, each in squares.items()}
 
 
-def _summary(signal: Tensor, variance: Tensor, share: float) -> GradientNoise:
-    """Average ratios, with the squared mean as signal and ``E[g^2] = signal + share * variance``."""
+def _summary(signal: Tensor, variance: Tensor, count: int) -> GradientNoise:
+    """Average ratios, with the squared mean as signal."""
     has_gradient = (signal > 0) | (variance > 0)
     signal, variance = signal[has_gradient], variance[has_gradient]
     ratio = signal / variance
-    second = (signal + share * variance) / variance
+    second = (signal + (count - 1) / count * variance) / variance
     median = ratio.median() if len(ratio) else ratio.mean()
     return GradientNoise(float(ratio.mean()), float(median), float(second.mean()))
-
-
-@contextmanager
-def _kept_buffers(model: Any) -> Iterator[None]:
-    """Restore the buffers of a model, such as running statistics, after this block."""
-    buffers = [each for each in tensors_in(model) if not isinstance(each, nn.Parameter)]
-    before = [each.clone() for each in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for each, value in zip(buffers, before, strict=True):
-                each.copy_(value)

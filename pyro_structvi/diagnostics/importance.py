@@ -1,11 +1,10 @@
 """Distance of a guide from the posterior, by importance weights."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.util import site_is_subsample
@@ -38,8 +37,7 @@ class ImportanceDiagnosis:
             if all weights are equal.
         elbo: The average of the log weights, in nats: an estimate of the evidence lower bound.
         importance_weighted_bound: The log of the average weight, in nats.
-        effective_sample_size: The number of posterior draws that the smoothed weights are worth, from 1
-            to ``num_samples``.
+        effective_sample_size: The number of posterior draws that the smoothed weights are worth.
         log_weights: The log weights ``(num_samples,)``, in nats.
     """
 
@@ -61,24 +59,20 @@ def pareto_k(
 
     .. math:: \mathcal{L} = \frac1S \sum_s r_s \le \mathcal{L}_S = \log \frac1S \sum_s e^{r_s},
 
-    with expectations :math:`\mathrm{E}[\mathcal{L}] \le \mathrm{E}[\mathcal{L}_S] \le \log p(y)`, and
-    :math:`\mathrm{E}[\mathcal{L}_S]` grows with S.
+    with expectations :math:`\mathrm{E}[\mathcal{L}] \le \mathrm{E}[\mathcal{L}_S] \le \log p(y)`.
 
     How to read it: for k below 0.5 weighted draws of the guide give accurate averages under the
-    posterior; up to 0.7 they need many draws; above 0.7 the weights, the importance-weighted bound and
-    the effective sample size are unreliable, as nearly always in a net of many weights, whose posterior
-    has several modes. Predictions may still be good, so check them on held-out data
-    (:func:`expected_coverage`). A gap between the two bounds is a part of ``KL(q, posterior)``.
+    posterior; up to 0.7 they need many draws; above 0.7 all but the ELBO is unreliable, as nearly always
+    in a net of many weights, whose posterior has several modes. Predictions may still be good, so check
+    them on held-out data (:func:`expected_coverage`).
 
-    Weights are drawn regardless of the guide's ``local_reparam``, and the model runs in evaluation mode.
-    An ``InducingWeightGuide`` has the density of the weights W alone, so its ELBO here is above the
-    training bound on W and U; with ``shared=True`` both are joint in W and U.
+    The model runs in evaluation mode. An ``InducingWeightGuide`` has the density of the weights W alone,
+    so its ELBO here is above the training bound on W and U; with ``shared=True`` both are joint.
 
     Args:
         model: The model.
         guide: A fitted guide with a density: no points, ensembles or dropout.
-        *args: The arguments of model and guide: *all* training data, observations included, since a
-            mini-batch has another posterior.
+        *args: The arguments of model and guide: *all* training data, observations included.
         num_samples: The number S of draws, at least 100.
         **kwargs: Their keyword arguments.
 
@@ -98,8 +92,7 @@ def pareto_k(
 
     References:
         Yao, Vehtari, Simpson and Gelman (2018), "Yes, but did it work? Evaluating variational
-        inference", section 2; Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed
-        importance sampling"; Burda, Grosse and Salakhutdinov (2016), "Importance weighted
+        inference", section 2; Burda, Grosse and Salakhutdinov (2016), "Importance weighted
         autoencoders", Theorem 1.
     """
     if num_samples < MIN_SAMPLES:
@@ -112,13 +105,20 @@ def pareto_k(
         _check_density(guide)
 
         def log_weight(number: Any) -> Tensor:
-            return _log_weight(model, joint.program(), args, kwargs)
+            """Draw all sites once and return ``log p(y, w) - log q(w)``, in double precision."""
+            program = joint.program()
+            with poutine.block():
+                of_guide = poutine.trace(program).get_trace(*args, **kwargs)
+                replayed = poutine.replay(model, trace=of_guide)
+                of_model = poutine.trace(replayed).get_trace(*args, **kwargs)
+            _check_sites(of_model, of_guide)
+            total: Tensor = of_model.log_prob_sum().double() - of_guide.log_prob_sum().double()
+            return total
 
         joint.factorize()
         weights = guide.median().values()
         size = sum(value.numel() * value.element_size() for value in weights)
-        log_weights = _of_draws(log_weight, num_samples, size)
-    return _diagnosis(log_weights)
+        return _diagnosis(_of_draws(log_weight, num_samples, size))
 
 
 def _check_density(guide: StructuredGuide) -> None:
@@ -137,21 +137,6 @@ def _check_density(guide: StructuredGuide) -> None:
                 f"'{posterior.site.name}', {posterior.family}, has none. Compare its predictions with "
                 "observations instead, by `expected_coverage`."
             )
-
-
-def _log_weight(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Tensor:
-    """Draw all sites once and return ``log p(y, w) - log q(w)``, in double precision."""
-    with poutine.block():
-        of_guide = poutine.trace(guide).get_trace(*args, **kwargs)
-        of_model = poutine.trace(poutine.replay(model, trace=of_guide)).get_trace(*args, **kwargs)
-    _check_sites(of_model, of_guide)
-    total: Tensor = of_model.log_prob_sum().double() - of_guide.log_prob_sum().double()
-    return total
 
 
 def _check_sites(of_model: Any, of_guide: Any) -> None:
@@ -192,10 +177,8 @@ def _diagnosis(log_weights: Tensor) -> ImportanceDiagnosis:
     check_no_nan("log p(y, w) - log q(w)", log_weights)
     elbo = float(log_weights.mean())
     bound = float(log_weights.logsumexp(0)) - math.log(len(log_weights))
-    values = log_weights.cpu().numpy()
-    if np.ptp(values) <= ROUNDING * max(1.0, np.abs(values).max()):
-        return ImportanceDiagnosis(-math.inf, elbo, bound, float(len(values)), log_weights)
-    smoothed, k_hat = pareto_smoothed(values)
-    weights = np.exp(smoothed - smoothed.max())
-    size = weights.sum() ** 2 / np.square(weights).sum()
-    return ImportanceDiagnosis(k_hat, elbo, bound, float(size), log_weights)
+    k_hat, size = -math.inf, float(len(log_weights))
+    if log_weights.max() - log_weights.min() > ROUNDING * max(1.0, float(log_weights.abs().max())):
+        smoothed, k_hat = pareto_smoothed(log_weights.cpu().numpy())
+        size = 1 / float(torch.as_tensor(smoothed).softmax(0).square().sum())
+    return ImportanceDiagnosis(k_hat, elbo, bound, size, log_weights)

@@ -17,8 +17,8 @@ class Spectrum:
     Attributes:
         mean: Singular values of the matrix of means, descending, ``(min(out, rest),)``.
         scale: Singular values of the matrix of standard deviations.
-        mean_share: Share of each singular value of the means in the explained variance, its square over
-            the sum of squares; zeros for a matrix of zeros.
+        mean_share: Square of each singular value of the means over the sum of squares, the explained
+            variance; zeros for a matrix of zeros.
         scale_share: The same for the standard deviations.
     """
 
@@ -30,12 +30,9 @@ class Spectrum:
 
 @checked
 def spectra(guide: StructuredGuide) -> dict[str, Spectrum]:
-    r"""Return the singular values of the posterior of each weight with at least two dimensions.
+    """Return the singular values of the posterior of each weight with at least two dimensions.
 
-    A weight ``(out, *rest)`` is flattened to a matrix ``(out, prod(rest))``, for a convolution ``(out,
-    in h w)``. A matrix of rank r has the shares of the explained variance
-
-    .. math:: \gamma_k^2 / \textstyle\sum_{j \le r} \gamma_j^2
+    A weight ``(out, *rest)`` is flattened to a matrix ``(out, prod(rest))``.
 
     How to read it: ``scale_share.cumsum(0)[k - 1]`` bounds the share of the standard deviations that a
     k-tied posterior of rank k can keep. If it is near 1 for a small k, :func:`compress_scales` or a
@@ -50,7 +47,6 @@ def spectra(guide: StructuredGuide) -> dict[str, Spectrum]:
 
     Raises:
         ValueError: If no site has a matrix or filters.
-        RuntimeError: If the guide has not found its sites yet.
 
     Example:
         >>> from pyro_structvi import Classifier, KTiedGuide, bayesianize

@@ -1,4 +1,4 @@
-"""Intervals and sets of classes with a coverage that holds for any model: split conformal prediction."""
+"""Split conformal prediction: intervals and sets of classes whose coverage holds for any model."""
 
 import math
 
@@ -21,9 +21,8 @@ def conformal_interval(
     .. math:: [\, l(x) - q, \; u(x) + q \,], \qquad q = s_{(k)}, \qquad
         s_i = \max(l(x_i) - y_i, \; y_i - u(x_i)), \qquad k = \lceil (n + 1) \, \mathrm{level} \rceil.
 
-    If the n examples and a new one are exchangeable, the probability is at least the level, and
-    k / (n + 1) for continuous scores. It is an average over data and inputs. The ends are infinite if n
-    is too small, ``k > n``.
+    If the n examples and a new one are exchangeable, the probability is at least the level, on average
+    over data and inputs, and k / (n + 1) for continuous scores. The ends are infinite for ``k > n``.
 
     Args:
         prediction: A prediction at new inputs.
@@ -32,12 +31,11 @@ def conformal_interval(
         level: The probability.
 
     Returns:
-        Lower and upper ends, each ``(N, *event)``. An interval whose lower end is the larger one is
-        empty, as the intervals of too wide predictions may be.
+        Lower and upper ends, each ``(N, *event)``. An interval is empty if its lower end is the larger
+        one, as for too wide predictions.
 
     Raises:
-        ValueError: If there is no calibration, shapes differ, the level is not between 0 and 1, or the
-            predictions are of classes.
+        ValueError: If there is no calibration, shapes differ, or the level is not between 0 and 1.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -90,7 +88,7 @@ def conformal_sets(
 
     References:
         Sadinle, Lei and Wasserman (2019), "Least ambiguous set-valued classifiers with bounded error
-        levels"; Vovk, Gammerman and Shafer (2005), "Algorithmic learning in a random world".
+        levels".
     """
     known = checked_probabilities("calibration", calibration)
     check_shape("y", y, known.shape[:1], "(n,)", by="calibration")

@@ -11,14 +11,13 @@ from pyro_structvi.metrics.inputs import check_numbers, checked_probabilities
 
 @dataclass(frozen=True)
 class PredictiveDistance:
-    """Distance of the predictions of a posterior from a reference, averaged over inputs.
+    """Distance of predictions from a reference, averaged over inputs, in the targets' units.
 
     Attributes:
-        mean_difference: Average absolute difference of predictive means, in the targets' units.
+        mean_difference: Average absolute difference of predictive means.
         scale_ratio: Geometric mean of the ratio of predictive standard deviations; below 1 the
-            posterior is overconfident.
-        wasserstein: Average 1-Wasserstein distance of the predictive distributions, in the targets'
-            units.
+            predictions are overconfident.
+        wasserstein: Average 1-Wasserstein distance, as by :func:`wasserstein`.
     """
 
     mean_difference: float
@@ -41,9 +40,6 @@ def predictive_distance(functions: Tensor, reference: Tensor) -> PredictiveDista
         >>> draws = torch.randn(500, 3)
         >>> round(predictive_distance(draws + 1.0, draws).mean_difference, 3)
         1.0
-
-    References:
-        Villani (2009), "Optimal transport", for the Wasserstein distance.
     """
     ours, theirs = _columns(functions=functions, reference=reference)
     for name, draws in (("functions", ours), ("reference", theirs)):
@@ -60,11 +56,9 @@ def predictive_distance(functions: Tensor, reference: Tensor) -> PredictiveDista
 def wasserstein(draws: Tensor, reference: Tensor) -> float:
     r"""Return the 1-Wasserstein distance of two predictive distributions, averaged over inputs.
 
-    For the distribution functions F and G of the draws at an input,
+    For the distribution functions F and G of the draws at an input it is
 
-    .. math:: \int |F(t) - G(t)| \, dt,
-
-    which for equal numbers of draws is the average difference of the sorted draws.
+    .. math:: \int |F(t) - G(t)| \, dt.
 
     Args:
         draws: Draws ``(S, N, *event)``; each element has a separate distribution.
@@ -78,8 +72,7 @@ def wasserstein(draws: Tensor, reference: Tensor) -> float:
         2.0
 
     References:
-        Villani (2009), "Optimal transport"; Wilson et al. (2022), "Evaluating approximate inference
-        in Bayesian deep learning".
+        Villani (2009), "Optimal transport".
     """
     return float(_wasserstein(*_columns(draws=draws, reference=reference)).mean())
 
@@ -123,9 +116,6 @@ def total_variation(probabilities: Tensor, reference: Tensor) -> float:
     Example:
         >>> total_variation(torch.tensor([[0.75, 0.25]]), torch.tensor([[0.5, 0.5]]))
         0.25
-
-    References:
-        Wilson et al. (2022), "Evaluating approximate inference in Bayesian deep learning".
     """
     probabilities, reference = _class_probabilities(probabilities, reference)
     return float((probabilities - reference).abs().sum(-1).mean() / 2)

@@ -23,15 +23,14 @@ DRAWS_OF_A_POINT = 100
 
 @dataclass(frozen=True)
 class RegressionScores:
-    """Scores of a prediction of numbers.
+    """Scores of a prediction of numbers, in the targets' units.
 
     Attributes:
-        rmse: Root mean squared error of the predictive mean, in the targets' units.
-        log_density: Average log predictive density of a target, in nats; minus infinity if a density
-            is zero.
-        crps: Average continuous ranked probability score, in the targets' units.
+        rmse: Root mean squared error of the predictive mean.
+        log_density: Average log predictive density, in nats; minus infinity if one is zero.
+        crps: Average continuous ranked probability score.
         coverage: Share of targets in their predictive intervals, ideally the level.
-        width: Average width of the intervals, in the targets' units.
+        width: Average width of the intervals.
     """
 
     rmse: float
@@ -45,18 +44,16 @@ class RegressionScores:
 def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) -> RegressionScores:
     """Score a prediction of numbers.
 
-    The predictive distribution is the mixture of the likelihoods at the draws of the weights. The
-    continuous ranked probability score is the fair estimate from one random observation of each draw, or
-    from 100 of a single draw, such as a point estimate.
+    The continuous ranked probability score is the fair estimate from one random observation of each
+    draw, or from 100 of a single draw, such as a point estimate.
 
     Args:
-        prediction: A prediction with ``predict(..., y=y)``.
-        y: The same targets ``(N, *event)``, in the shape of ``prediction.mean``.
+        prediction: A prediction with ``predict(..., y=y)``, not streamed.
+        y: The same targets, in the shape of ``prediction.mean``.
         level: Probability of the intervals, strictly between 0 and 1.
 
     Raises:
-        ValueError: If shapes differ, a target is not finite, a log density is NaN or missing, or the
-            prediction was streamed.
+        ValueError: If shapes differ, or a target is not finite or has no log density.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -69,8 +66,8 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
 
     References:
         Gneiting and Raftery (2007), "Strictly proper scoring rules, prediction, and estimation",
-        Eq. 20 and 21; Zamo and Naveau (2018), "Estimation of the continuous ranked probability score
-        with limited information", for the fair estimate.
+        Eq. 21; Zamo and Naveau (2018), "Estimation of the continuous ranked probability score with
+        limited information", for the fair estimate.
     """
     if prediction.log_density is None:
         raise ValueError(
@@ -104,9 +101,8 @@ class ClassificationScores:
     Attributes:
         accuracy: Share of examples whose most probable class is right.
         nll: Average negative log probability of the right class, in nats; infinite if one is zero.
-        calibration_error: Expected calibration error (equal-width bins, absolute differences).
-        brier: Average squared distance of the probabilities from the right class, summed over classes;
-            from 0 to 2.
+        calibration_error: Expected calibration error in bins of equal width.
+        brier: Average squared distance from the right class, summed over classes; from 0 to 2.
         recall: Accuracy within each class; NaN for a class without examples.
         balanced_accuracy: Average recall of the classes with examples.
     """
@@ -126,8 +122,7 @@ def classification_scores(
     """Score predicted class probabilities.
 
     Args:
-        probabilities: Averaged over draws, ``(N, classes)``, such as ``prediction.mean``; rounding
-            errors beyond 0 and 1 are clipped.
+        probabilities: Averaged over draws, ``(N, classes)``, such as ``prediction.mean``.
         y: Right classes ``(N,)``, integers.
         num_bins: Number of bins of the calibration error.
 
@@ -172,11 +167,11 @@ class DetectionScores:
 
     Attributes:
         auroc: Area under the receiver operating characteristic: the probability that an example from
-            outside has the higher score; ties count one half. 1/2 by chance.
+            outside has the higher uncertainty, where ties count one half; 1/2 by chance.
         aupr: Average precision of the detection of examples from outside; their share by chance.
-        aupr_inside: Average precision of the detection of examples inside, by low scores.
-        fpr_at_95: Share of examples inside above the threshold that detects at least 95% of the examples
-            from outside; lower is better.
+        aupr_inside: Average precision of the detection of examples inside, by low uncertainty.
+        fpr_at_95: Share of false alarms at the threshold that detects at least 95% of the examples from
+            outside.
     """
 
     auroc: float
@@ -193,10 +188,6 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
         inside: Uncertainties of examples from the data distribution, ``(N,)``, such as
             ``prediction.entropy`` or ``prediction.mutual_information``.
         outside: Uncertainties of examples from elsewhere, ``(M,)``.
-
-    Returns:
-        Areas under curves, and the rate of false alarms. ``detection_scores(-outside, -inside)`` has the
-        share of examples from outside below the threshold that keeps 95% of the examples inside.
 
     Raises:
         ValueError: If a tensor is empty, or a number is not finite.
@@ -234,9 +225,9 @@ class RiskCoverage:
 
     Attributes:
         coverage: Share of examples that are answered, ``(N,)``: 1/N, 2/N, up to 1.
-        risk: Average loss of this share of the most certain examples, ``(N,)``, in units of the loss.
+        risk: Average loss of this share of the most certain examples, ``(N,)``.
         area: Average of the risk over all coverages, the area under the curve (AURC).
-        excess_area: The area minus its minimum, the area for examples in the order of their losses.
+        excess_area: The area minus its minimum, for examples in the order of their losses.
     """
 
     coverage: Tensor
@@ -251,14 +242,13 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
 
     With the examples in the order of ascending uncertainty,
 
-    .. math:: \mathrm{risk}(k / N) = \frac{1}{k} \sum_{i \le k} \mathrm{loss}_i, \qquad
-        \mathrm{area} = \frac{1}{N} \sum_k \mathrm{risk}(k / N).
+    .. math:: \mathrm{risk}(k / N) = \frac{1}{k} \sum_{i \le k} \mathrm{loss}_i.
 
     Examples of equal uncertainty count with their average loss, the expectation over their orders.
 
     Args:
         uncertainty: One number for each example ``(N,)``, such as an entropy.
-        loss: Loss of each example ``(N,)``; ``(guess != y).double()`` for errors.
+        loss: Loss of each example ``(N,)``, such as ``(guess != y).double()``.
 
     Raises:
         ValueError: If shapes differ, or a number is not finite.
@@ -271,8 +261,8 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
         0.0
 
     References:
-        Geifman and El-Yaniv (2017), "Selective classification for deep neural networks"; Geifman, Uziel
-        and El-Yaniv (2019), "Bias-reduced uncertainty estimation for deep neural classifiers".
+        Geifman, Uziel and El-Yaniv (2019), "Bias-reduced uncertainty estimation for deep neural
+        classifiers".
     """
     uncertainty, loss = same_shape_doubles(uncertainty=uncertainty, loss=loss)
     check_vector("uncertainty", uncertainty)

@@ -1,6 +1,6 @@
 """Common parts of figures: axes without a window, colours, legends, checked arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,28 +100,3 @@ def check_as_many(name: str, values: Array, other: str, others: Array) -> None:
             f"`{name}` and `{other}` must have as many values, but got {values.shape[-1]} and "
             f"{others.shape[-1]}."
         )
-
-
-def check_shares(name: str, values: Array) -> None:
-    """Raise a ``ValueError`` unless every entry is between 0 and 1."""
-    if (values < 0).any() or (values > 1).any():
-        raise ValueError(
-            f"`{name}` must hold shares from 0 to 1, but has an entry outside. Divide "
-            "percentages by 100."
-        )
-
-
-def by_label(
-    name: str, values: Values | Mapping[str, Values], label: str | None
-) -> dict[str | None, tuple[str, Array]]:
-    """Return arrays by the label of their curve, each with its name in error messages."""
-    if not isinstance(values, Mapping):
-        return {label: (name, real_array(name, values))}
-    if not values:
-        raise ValueError(f"`{name}` must hold at least one entry, but is empty.")
-    if label is not None:
-        raise ValueError(
-            f"`label` must be None where `{name}` is a mapping: its keys are the labels."
-        )
-    named = {key: f"{name}[{key!r}]" for key in values}
-    return {key: (named[key], real_array(named[key], values[key])) for key in values}

@@ -35,8 +35,7 @@ OUTSIDE = 0.005  # share of standard deviations beyond either end of the colours
 def plot_elbo(history: History, ax: Axes | None = None) -> Axes:
     """Draw the evidence lower bound and the KL divergence over the steps of a fit.
 
-    Lines are running means over a fiftieth of the steps. The first tenth of the steps may be out of
-    view.
+    Lines are running means over a fiftieth of the steps. The first tenth may be out of view.
 
     Args:
         history: The return value of :func:`~pyro_structvi.fit`.
@@ -84,9 +83,9 @@ def running_mean(values: Array, window: int) -> Array:
 def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "guide") -> Axes:
     r"""Draw the share of the total importance weight in the largest weights.
 
-    With the normalized weights :math:`w_s = e^{r_s} / \sum_t e^{r_t}` in descending order, the curve at
-    the share :math:`k / S` of draws is :math:`\sum_{s \le k} w_s`. It is the diagonal if the guide is
-    the posterior, and rises steeply if a few draws have all the weight.
+    With the normalized weights :math:`w_s` in descending order, the curve at the share :math:`k / S` of
+    draws is :math:`\sum_{s \le k} w_s`. It is the diagonal if the guide is the posterior, and rises
+    steeply if a few draws have all the weight.
 
     Args:
         log_weights: Log weights :math:`r_s` ``(S,)`` in nats, such as
@@ -121,11 +120,10 @@ def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "g
 
 @checked
 def plot_scale_matrix(scale: Matrix, ranks: Sequence[int] = (1, 2)) -> list[Axes]:
-    r"""Draw a layer's posterior standard deviations and their best approximations of low rank.
+    """Draw a layer's posterior standard deviations and their best approximations of low rank.
 
-    The approximation of rank k is :math:`\sum_{j \le k} s_j u_j v_j^\top` of the singular value
-    decomposition. Its title has the explained share of the sum of squares, :math:`\sum_{j \le k} s_j^2 /
-    \sum_j s_j^2`. All panels share the colours, from the 0.5% to the 99.5% quantile.
+    Approximations are by the singular value decomposition, and their titles have the explained share of
+    the sum of squares. All panels share the colours, from the 0.5% to the 99.5% quantile.
 
     Args:
         scale: Standard deviations ``(out, in)``, in the weights' units.

@@ -20,9 +20,7 @@ from pyro_structvi.plots.figures import (
     Values,
     add_labels,
     add_legend,
-    by_label,
     check_as_many,
-    check_shares,
     curve_style,
     make_axes,
     real_array,
@@ -53,9 +51,8 @@ def plot_band(
 
     Args:
         x: Inputs ``(N,)`` or ``(N, 1)``, ascending; other arguments may have a last dimension of 1, too.
-        mean: The function m at the inputs ``(N,)``, in the targets' units.
-        scale: Standard deviations s at the inputs ``(N,)``, in the targets' units; None with ``lower``
-            and ``upper``.
+        mean: The function m at the inputs ``(N,)``.
+        scale: Standard deviations s at the inputs ``(N,)``; None with ``lower`` and ``upper``.
         ax: Axes of the drawing; a new figure when None.
         widths: Half-widths of the bands in standard deviations.
         lower: Lower ends of one band ``(N,)``.
@@ -66,8 +63,7 @@ def plot_band(
         label: Name of the function in the legend; no legend when None.
 
     Raises:
-        ValueError: If sizes differ, a standard deviation is negative, or bands are given twice or
-            not at all.
+        ValueError: If sizes differ, a standard deviation is negative, or there is not one kind of bands.
 
     Example:
         >>> ax = plot_band([0.0, 1.0, 2.0], [0.0, 1.0, 0.0], [0.1, 0.2, 0.3], widths=(1, 2))
@@ -77,17 +73,23 @@ def plot_band(
     inputs, means = real_array("x", x), real_array("mean", mean)
     check_as_many("x", inputs, "mean", means)
     bands = _bands(means, scale, widths, lower, upper)
+    if (data_x is None) != (data_y is None):
+        raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
     true = None if truth is None else real_array("truth", truth)
     if true is not None:
         check_as_many("x", inputs, "truth", true)
-    if (data_x is None) != (data_y is None):
-        raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
-    points = None
+    points: tuple[Array, Array] | None = None
     if data_x is not None and data_y is not None:
         points = real_array("data_x", data_x), real_array("data_y", data_y)
         check_as_many("data_x", points[0], "data_y", points[1])
     ax = make_axes(ax)
-    draw_band(ax, inputs, means, bands, label, true, points)
+    for low, high in bands:
+        ax.fill_between(inputs, low, high, color=BLUE, alpha=0.2, linewidth=0)
+    ax.plot(inputs, means, color=BLUE, label=label)
+    if true is not None:
+        ax.plot(inputs, true, color=BLACK, linewidth=0.8, label="truth")
+    if points is not None:
+        ax.scatter(*points, s=6, color=VERMILION, zorder=3, label="data")
     add_labels(ax, "input", "target")
     if label is not None:
         add_legend(ax)
@@ -102,12 +104,7 @@ def _bands(
     upper: Values | None,
 ) -> list[tuple[Array, Array]]:
     """Return the lower and upper ends of each band."""
-    if (lower is None) != (upper is None) or (lower is None) == (scale is None):
-        raise ValueError(
-            "Either `scale` or both `lower` and `upper` must be given: standard deviations, or the "
-            "ends of bands."
-        )
-    if scale is not None:
+    if scale is not None and lower is None and upper is None:
         scales = real_array("scale", scale)
         check_as_many("mean", mean, "scale", scales)
         if (scales < 0).any():
@@ -117,8 +114,11 @@ def _bands(
         if not widths or not all(0 < width < np.inf for width in widths):
             raise ValueError("`widths` must hold at least one number, all positive and finite.")
         return [(mean - width * scales, mean + width * scales) for width in widths]
-    assert lower is not None
-    assert upper is not None
+    if scale is not None or lower is None or upper is None:
+        raise ValueError(
+            "Either `scale` or both `lower` and `upper` must be given: standard deviations, or the "
+            "ends of bands."
+        )
     low, high = real_array("lower", lower), real_array("upper", upper)
     check_as_many("lower", low, "mean", mean)
     check_as_many("upper", high, "mean", mean)
@@ -127,34 +127,15 @@ def _bands(
     return [(low, high)]
 
 
-def draw_band(
-    ax: Axes,
-    x: Array,
-    mean: Array,
-    bands: Sequence[tuple[Array, Array]],
-    label: str | None,
-    truth: Array | None,
-    points: tuple[Array, Array] | None,
-) -> None:
-    """Draw bands, the mean, the truth and the data, in this order."""
-    for low, high in bands:
-        ax.fill_between(x, low, high, color=BLUE, alpha=0.2, linewidth=0)
-    ax.plot(x, mean, color=BLUE, label=label)
-    if truth is not None:
-        ax.plot(x, truth, color=BLACK, linewidth=0.8, label="truth")
-    if points is not None:
-        ax.scatter(*points, s=6, color=VERMILION, zorder=3, label="data")
-
-
 @checked
 def plot_reliability(
     probabilities: Matrix, y: Values, num_bins: Count = 15, ax: Axes | None = None
 ) -> Axes:
     r"""Draw a reliability diagram: the accuracy of examples by confidence.
 
-    With the confidence :math:`c_n = \max_k p_{nk}`, bin m of M holds the examples with
-    :math:`(m - 1) / M < c_n \le m / M`. Its bar is their accuracy, and its black mark their average
-    confidence: a bar below the mark is overconfident. Bars below the axis are shares of all examples.
+    Bin m of M holds the examples whose confidence :math:`\max_k p_{nk}` is in ((m - 1) / M, m / M]. Its
+    bar is their accuracy, and its black mark their average confidence: a bar below the mark is
+    overconfident. Bars below the axis are shares of all examples.
 
     Args:
         probabilities: Predicted class probabilities ``(N, classes)``, averaged over draws.
@@ -174,11 +155,11 @@ def plot_reliability(
     References:
         Guo et al. (2017), "On calibration of modern neural networks", section 2.
     """
-    each = real_array("probabilities", probabilities, dim=2)
-    known = checked_probabilities("probabilities", torch.as_tensor(each))
+    each = torch.as_tensor(real_array("probabilities", probabilities, dim=2))
+    known = checked_probabilities("probabilities", each)
     of_examples = y if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
-    classes = checked_classes("y", of_examples, known).numpy()
-    confidence, right = each.max(1).clip(0, 1), each.argmax(1) == classes
+    classes = checked_classes("y", of_examples, known)
+    confidence, right = known.amax(1).numpy(), (each.argmax(1) == classes).numpy()
     index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
     filled, where, counts = np.unique(index, return_inverse=True, return_counts=True)
     accuracy = np.bincount(where, right) / counts
@@ -201,10 +182,7 @@ def plot_reliability(
 def _draw_diagonal(ax: Axes) -> None:
     ax.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="calibrated")
     ticks = np.linspace(0, 1, 6)
-    ax.set_xticks(ticks)
-    ax.set_yticks(ticks)
-    ax.set_xlim(-0.02, 1.02)
-    ax.set_ylim(-0.02, 1.02)
+    ax.set(xticks=ticks, yticks=ticks, xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
 
 
 @checked
@@ -217,17 +195,15 @@ def plot_coverage(
 ) -> Axes:
     r"""Draw the observed coverage of predictive intervals over their levels.
 
-    A curve below the diagonal means intervals that are too narrow. For correct intervals of N
-    independent examples, the coverage at level l has the standard error :math:`\sqrt{l (1 - l) / N}`;
-    the grey band is two standard errors wide to either side.
+    A curve below the diagonal means intervals that are too narrow. The grey band has two standard errors
+    of correct intervals, :math:`\sqrt{l (1 - l) / N}`, to either side.
 
     Args:
         levels: Probabilities of the intervals ``(L,)``, from 0 to 1.
-        coverage: Shares of targets inside ``(L,)``, from 0 to 1; or several curves at the same
-            levels, by label.
+        coverage: Shares of targets inside ``(L,)``, from 0 to 1; or several curves, by label.
         ax: Axes of the drawing; a new figure when None.
         label: Name of a single curve in the legend.
-        num_examples: The number N of examples, for the grey band; no band when None.
+        num_examples: The number N of independent examples, for the grey band; none when None.
 
     Raises:
         ValueError: If sizes differ, or a share is not between 0 and 1.
@@ -238,15 +214,22 @@ def plot_coverage(
         'observed coverage'
 
     References:
-        Kuleshov, Fenner and Ermon (2018), "Accurate uncertainties for deep learning using
-        calibrated regression", section 3.
+        Kuleshov, Fenner and Ermon (2018), "Accurate uncertainties for deep learning using calibrated
+        regression", section 3.
     """
-    expected = real_array("levels", levels)
-    check_shares("levels", expected)
-    curves = by_label("coverage", coverage, label)
-    for name, values in curves.values():
-        check_as_many("levels", expected, name, values)
-        check_shares(name, values)
+    expected = _shares("levels", levels)
+    curves: dict[str | None, Array] = {}
+    if not isinstance(coverage, Mapping):
+        curves[label] = _shares("coverage", coverage, expected)
+    elif label is not None:
+        raise ValueError(
+            "`label` must be None where `coverage` is a mapping: its keys are the labels."
+        )
+    elif not coverage:
+        raise ValueError("`coverage` must hold at least one entry, but is empty.")
+    else:
+        for key, each in coverage.items():
+            curves[key] = _shares(f"coverage[{key!r}]", each, expected)
     ax = make_axes(ax, 5.2, 3.8)
     if num_examples is not None:
         line = np.linspace(0, 1, 101)
@@ -255,8 +238,21 @@ def plot_coverage(
         name = f"2 standard errors\nof {num_examples} examples"
         ax.fill_between(line, low, high, color="0.85", linewidth=0, label=name)
     _draw_diagonal(ax)
-    for index, (title, (_, values)) in enumerate(curves.items()):
+    for index, (title, values) in enumerate(curves.items()):
         ax.plot(expected, values, marker="o", markersize=4, label=title, **curve_style(index))
     add_labels(ax, "expected coverage", "observed coverage")
     add_legend(ax)
     return ax
+
+
+def _shares(name: str, values: Values, levels: Array | None = None) -> Array:
+    """Return numbers from 0 to 1, as many as levels, or raise a ``ValueError``."""
+    array = real_array(name, values)
+    if levels is not None:
+        check_as_many("levels", levels, name, array)
+    if (array < 0).any() or (array > 1).any():
+        raise ValueError(
+            f"`{name}` must hold shares from 0 to 1, but has an entry outside. Divide "
+            "percentages by 100."
+        )
+    return array

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
+from torch.nn.functional import normalize
 from tqdm.auto import tqdm
 
 from pyro_structvi.infer.steps.recording import Record
@@ -30,15 +31,7 @@ class Chains:
     """Microcanonical Langevin chains, all in one pass, from coordinates ``(C, D)``.
 
     A step whose energy changes without bound is not taken: the chain stays with the opposite velocity,
-    and its next steps are smaller.
-
-    Attributes:
-        position: The coordinates.
-        log_density: The log density there ``(C,)``.
-        step_size: The step size of each chain ``(C, 1)``.
-        length: The decoherence length.
-        num_moved: The number of steps that each chain took since the warm-up ``(C,)``.
-        num_steps: The number of steps since the warm-up.
+    and its next steps are smaller. Of the steps since the warm-up, ``num_moved`` ``(C,)`` were taken.
     """
 
     def __init__(self, position: Tensor, gradients: Gradients) -> None:
@@ -48,7 +41,7 @@ class Chains:
             raise RuntimeError(
                 "The log joint is not finite at a draw of `guide`. Fit the guide before sampling."
             )
-        self._velocity = _unit(torch.randn_like(position))
+        self._velocity = normalize(torch.randn_like(position), dim=-1)
         self.length = math.sqrt(position.shape[-1])
         self.step_size = torch.full_like(position[:, :1], self.length / 4)
         self._shrunk = torch.ones_like(self.step_size)  # factor of step sizes, after failed steps
@@ -106,13 +99,14 @@ class Chains:
         self._shrunk = torch.where(
             moved.unsqueeze(-1), (GROWTH * self._shrunk).clamp_max(1.0), self._shrunk / 2
         )
-        self._count(moved)
+        self.num_steps += 1
+        self.num_moved = self.num_moved + moved
         return {"energy_change": change, "diverging": ~moved}
 
     def transition(self) -> dict[str, Tensor]:
         """Take a trajectory and accept or reject it (Metropolis-Hastings)."""
         start = self.position, self.log_density, self._gradient
-        self._velocity = _unit(torch.randn_like(self.position))
+        self._velocity = normalize(torch.randn_like(self.position), dim=-1)
         mean = max(1, round(self.length / float(self.step_size.median())))
         change = torch.zeros_like(self.log_density)
         has_moved = torch.ones_like(change, dtype=torch.bool)
@@ -127,19 +121,12 @@ class Chains:
                 (self.position, self.log_density, self._gradient), start, strict=True
             )
         )
-        self._count(has_moved)
+        self.num_steps += 1
+        self.num_moved = self.num_moved + has_moved
         return {"energy_change": change, "acceptance_rate": rate, "diverging": ~has_moved}
 
-    def _count(self, moved: Tensor) -> None:
-        self.num_steps += 1
-        self.num_moved = self.num_moved + moved
-
     def _move(self, factor: Tensor | float = 1.0, refreshes: bool = True) -> tuple[Tensor, Tensor]:
-        """Take a step of the minimal-norm integrator, its size times a factor, and add noise.
-
-        Returns:
-            The energy's change ``(C,)``, and which chains have moved.
-        """
+        """Take a step of the minimal-norm integrator; return the energy's change, and who has moved."""
         h = factor * self.step_size
         velocity, first = _kick(self._velocity, self._gradient, REFLECTED * h)
         position = self.position + h / 2 * velocity
@@ -156,7 +143,7 @@ class Chains:
         velocity = torch.where(each, velocity, -self._velocity)
         if refreshes:
             noise = ((2 * h / self.length).expm1() / velocity.shape[-1]).sqrt()
-            velocity = _unit(velocity + noise * torch.randn_like(velocity))
+            velocity = normalize(velocity + noise * torch.randn_like(velocity), dim=-1)
         self._velocity = velocity
         return torch.where(moved, change, 0.0), moved
 
@@ -175,12 +162,7 @@ def _kick(velocity: Tensor, gradient: Tensor, time: Tensor | float) -> tuple[Ten
     decay = (-turn).exp()
     turned = direction * (1 - decay) * (1 + decay + cosine * (1 - decay)) + 2 * decay * velocity
     change = turn - math.log(2) + (1 + cosine + (1 - cosine) * decay.square()).log()
-    return _unit(turned), (size - 1) * change.squeeze(-1)
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    unit: Tensor = vectors / vectors.norm(dim=-1, keepdim=True)
-    return unit
+    return normalize(turned, dim=-1), (size - 1) * change.squeeze(-1)
 
 
 def gradients_of(
@@ -206,21 +188,22 @@ def gradients_of(
 def without_python(
     function: Callable[[Tensor], Any], example: Tensor, num_calls: int, compiled: Compiled
 ) -> Callable[[Tensor], Any]:
-    """Return a function whose operations are recorded once, to run without the model's Python.
-
-    The function takes positions and returns a tuple of tensors. It is returned if it cannot be recorded.
-    """
+    """Return a function to a tuple of tensors as its recorded operations, or as it is if it has none."""
     try:
         record = Record(function, [example])
     except RuntimeError as error:
         if compiled is True:
             raise RuntimeError(f"`model` cannot be compiled: {error}") from error
         return function
-    replayed = _seconds_of(record, example)
+
+    def seconds() -> float:
+        return min(timeit.repeat(lambda: record([example]), repeat=4, number=1))
+
+    replayed = seconds()
     if compiled is True or (compiled == "auto" and num_calls * replayed > WORTH_COMPILING):
         try:
             record.compile("inductor", [example])
-            if compiled == "auto" and _seconds_of(record, example) > replayed:
+            if compiled == "auto" and seconds() > replayed:
                 record.interpret()
         except Exception as error:  # of inductor, or of a compiler for C++
             if compiled is True:
@@ -231,8 +214,3 @@ def without_python(
         return record([positions]) if record.holds([positions]) else function(positions)
 
     return replay
-
-
-def _seconds_of(record: Record, example: Tensor) -> float:
-    """Return the shortest duration of a replay."""
-    return min(timeit.repeat(lambda: record([example]), repeat=4, number=1))

@@ -12,9 +12,8 @@ from torch import Tensor
 class ChainDraws(dict[str, Tensor]):
     """Draws by site name, each ``(num_chains * num_draws, *shape)``, one chain after another.
 
-    They are ``posterior_samples`` of ``pyro.infer.Predictive``. Convergence is judged by the R-hat
-    of function values: hidden units can be permuted, so chains with the same function may have different
-    weights.
+    They are ``posterior_samples`` of Pyro's ``Predictive``. Convergence is judged by function values:
+    hidden units can be permuted, so chains with the same function may have different weights.
 
     Args:
         draws: The draws.
@@ -69,11 +68,9 @@ def split_r_hat(values: Tensor) -> Tensor:
     It is :math:`\sqrt{(\frac{n-1}{n} V + B) / V}` with the mean variance V within half chains of n draws
     and the variance B of their means (Gelman et al., Bayesian Data Analysis, 3rd edition, section 11.4).
     """
-    half = values.shape[1] // 2
-    halves = torch.cat([values[:, :half], values[:, -half:]])
-    within = halves.var(1).mean(0)
-    between = halves.mean(1).var(0)
-    r_hat: Tensor = (((half - 1) / half * within + between) / within).sqrt()
+    halves = _half_chains(values)
+    within, between, size = halves.var(1).mean(0), halves.mean(1).var(0), halves.shape[1]
+    r_hat: Tensor = (((size - 1) / size * within + between) / within).sqrt()
     return r_hat
 
 
@@ -87,12 +84,14 @@ def bulk_ess(values: Tensor) -> Tensor:
         Vehtari, Gelman, Simpson, Carpenter and Buerkner (2021), "Rank-normalization, folding, and
         localization: an improved R-hat", sections 3.2 and 4.
     """
-    half, shape = values.shape[1] // 2, values.shape[2:]
-    halves = (
-        torch.cat([values[:, :half], values[:, -half:]]).double().reshape(-1, values[0, 0].numel())
-    )
-    scores = _normal_scores(halves).reshape(2 * len(values), half, -1)
-    count, total = half, scores.shape[0] * half
+    halves = _half_chains(values.double())
+    number, count, *shape = halves.shape
+    total = number * count
+    columns = halves.reshape(total, -1).mT.contiguous()
+    ordered = columns.sort(-1).values
+    below = torch.searchsorted(ordered, columns)
+    ranks = (below + torch.searchsorted(ordered, columns, right=True) + 1) / 2
+    scores = torch.special.ndtri((ranks - 0.375) / (total + 0.25)).mT.reshape(number, count, -1)
     centered = scores - scores.mean(1, keepdim=True)
     spectrum = torch.fft.rfft(centered, 2 * count, dim=1)
     covariance = torch.fft.irfft(spectrum.abs().square(), 2 * count, dim=1)[:, :count] / count
@@ -109,18 +108,13 @@ def bulk_ess(values: Tensor) -> Tensor:
     is_negative = pairs.gather(0, ends).squeeze(0) < 0
     following = torch.where(is_negative, following.clamp_min(0.0), following)
     time = (2 * kept - 1 + following).clamp_min(1 / math.log10(total))
-    is_constant = (halves == halves[0]).all(0)
+    is_constant = (columns == columns[:, :1]).all(1)
     return torch.where(is_constant, math.nan, total / time).reshape(shape)
 
 
-def _normal_scores(values: Tensor) -> Tensor:
-    """Return normal quantiles of the average ranks in each column of ``(count, columns)``."""
-    columns = values.mT.contiguous()
-    ordered = columns.sort(-1).values
-    below = torch.searchsorted(ordered, columns)
-    ranks = (below + torch.searchsorted(ordered, columns, right=True) + 1) / 2
-    scores: Tensor = torch.special.ndtri((ranks - 0.375) / (len(values) + 0.25))
-    return scores.mT
+def _half_chains(values: Tensor) -> Tensor:
+    half = values.shape[1] // 2
+    return torch.cat([values[:, :half], values[:, -half:]])
 
 
 def convergence_of(

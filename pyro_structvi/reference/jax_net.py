@@ -8,22 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpyro.distributions as dist
 import torch
 from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx, nn
 
-from pyro_structvi._pyro import declared_name, plain_class, site_name, site_values
-from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier, Likelihood
-from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
-
-_LAYERS = (nn.Linear, nn.Flatten, nn.Identity, nn.Dropout)
-_ACTIVATIONS = (
-    *(nn.ELU, nn.GELU, nn.LeakyReLU, nn.ReLU),
-    *(nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Tanh),
-)
-_CONTAINERS = (nn.Sequential, nn.Module)
+from pyro_structvi._pyro import site_name, site_values
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -97,8 +87,7 @@ class JaxNet:
     are the names of the sites that the forward pass uses.
 
     Raises:
-        NotImplementedError: If a layer or a function of the net has no translation, or the net cannot be
-            traced.
+        NotImplementedError: If a function of the net has no translation, or the net cannot be traced.
     """
 
     def __init__(self, net: nn.Module, site_attributes: list[SiteAttribute]) -> None:
@@ -112,34 +101,30 @@ class JaxNet:
                 )
         root = _Root(net, site_attributes)
         with _NoSites(), torch.no_grad():
-            self._graph = _Tracer().trace(root)
-        inputs, sites = list(self._graph.find_nodes(op="placeholder"))
+            graph = _Tracer().trace(root)
+        self._inputs = _, sites = [*graph.find_nodes(op="placeholder")]
         for node in [node for node in sites.users if not node.users]:
-            self._graph.erase_node(node)
+            graph.erase_node(node)
         self.sites = {node.args[1] for node in sites.users}
-        self._inputs = (inputs, sites)
-        self._constants = {}
-        for node in self._graph.nodes:
+        self._constants: dict[fx.Node, Any] = {}
+        self._calls: list[tuple[fx.Node, Callable[..., Any], inspect.BoundArguments]] = []
+        for node in graph.nodes:
             if node.op == "get_attr":
                 self._constants[node] = to_array(operator.attrgetter(node.target)(root))
-            elif node.op in ("call_function", "call_method"):
-                _check_call(node, root)
+            elif node.op == "output":
+                self._output = node.args[0]
+            elif node.op != "placeholder":
+                self._calls.append((node, *_translated(node, root)))
 
     def __call__(self, x: Any, sites: Mapping[str, Any]) -> Any:
         """Return the output ``(batch, ...)`` for an input ``(batch, ...)`` and values by site."""
-        values: dict[fx.Node, Any] = dict(zip(self._inputs, (x, sites), strict=True))
-        values.update(self._constants)
-        for node in self._graph.nodes:
-            if node.op == "output":
-                return fx.node.map_arg(node.args[0], values.__getitem__)
-            if node.op not in ("call_function", "call_method"):
-                continue
-            call = _bind(node)
-            arguments = fx.node.map_arg((call.args, call.kwargs), values.__getitem__)
-            values[node] = _FUNCTIONS[_name(node)](*arguments[0], **arguments[1])
+        values = {**self._constants, **dict(zip(self._inputs, (x, sites), strict=True))}
+        for node, function, call in self._calls:
+            args, kwargs = fx.node.map_arg((call.args, call.kwargs), values.__getitem__)
+            values[node] = function(*args, **kwargs)
             if call.arguments.get("inplace"):
                 values[node.args[0]] = values[node]
-        raise AssertionError("a graph ends with its output")
+        return fx.node.map_arg(self._output, values.__getitem__)
 
 
 class _Root(nn.Module):
@@ -151,7 +136,6 @@ class _Root(nn.Module):
         self.site_attributes = site_attributes
 
     def forward(self, x: Any, sites: Any) -> Any:
-        """Return the net's output."""
         with ExitStack() as stack:
             for module, attribute, site in self.site_attributes:
                 values = stack.enter_context(site_values(module))
@@ -170,54 +154,51 @@ class _Tracer(fx.Tracer):
     """Traces into every module; errors name the module."""
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a call of a supported module."""
-        where = _describe(self.path_of_module(m), m)
-        bases = plain_class(m).__mro__
-        kind = next(base for base in bases if base.__module__.startswith("torch.nn."))
-        if kind not in (*_LAYERS, *_ACTIVATIONS, *_CONTAINERS):
-            raise _untranslatable(f"The net's module {where} has no translation to NumPyro")
         try:
             return super().call_module(m, forward, args, kwargs)
         except NotImplementedError:
             raise
         except Exception as error:
             raise _untranslatable(
-                f"The forward pass of the net's module {where} cannot be traced ({error})"
+                f"The forward pass of the net's module {_describe(self.path_of_module(m), m)} cannot be "
+                f"traced ({error})"
             ) from error
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return False: the functions are translated, not the modules."""
-        return False
+        return False  # the functions are translated, not the modules
 
 
-def _check_call(node: fx.Node, root: _Root) -> None:
-    """Raise a ``NotImplementedError`` unless a call and its arguments have a translation."""
+def _translated(node: fx.Node, root: _Root) -> tuple[Callable[..., Any], inspect.BoundArguments]:
+    """Return the function of JAX for a call, and its arguments; raise if it has no translation."""
     path = list(node.meta.get("nn_module_stack", {"net": ("net",)}).values())[-1][0]
     where = f"in the forward pass of the net's module {_describe(path, root.get_submodule(path))}"
-    name = _name(node)
+    name = _name(node.target)
     if name not in _FUNCTIONS:
         raise _untranslatable(f"The function `{name}` {where} has no translation to NumPyro")
+    function = _FUNCTIONS[name]
     try:
-        arguments = _bind(node).arguments
+        call = inspect.signature(function).bind(*node.args, **node.kwargs)
     except TypeError as error:
         raise _untranslatable(
             f"The function `{name}` {where} has arguments without a translation to NumPyro "
             f"({error})"
         ) from error
-    if name == "getattr" and arguments["name"] not in _TENSOR_ATTRIBUTES:
+    call.apply_defaults()
+    if name == "getattr" and call.arguments["name"] not in _TENSOR_ATTRIBUTES:
         raise _untranslatable(
-            f"The attribute `{arguments['name']}` of a tensor {where} has no translation to NumPyro"
+            f"The attribute `{call.arguments['name']}` of a tensor {where} has no translation to "
+            "NumPyro"
         )
-    if name == "dropout" and arguments["training"] and arguments["p"] > 0:
+    if name == "dropout" and call.arguments["training"] and call.arguments["p"] > 0:
         raise NotImplementedError(
             f"Dropout {where} is active, so the net is no fixed function of its weights. Call "
             "`model.eval()` first, or leave dropout out."
         )
+    return function, call
 
 
-def _name(node: fx.Node) -> str:
-    """Return the name of a node's function."""
-    target: Any = node.target
+def _name(target: Any) -> str:
+    """Return the name of a method, or of a function, with its module unless that is torch's."""
     if isinstance(target, str):
         return target
     origin = (target.__module__ or "torch").split(".")[0]
@@ -225,83 +206,13 @@ def _name(node: fx.Node) -> str:
     return str(target.__name__) if known else f"{target.__module__}.{target.__name__}"
 
 
-def _bind(node: fx.Node) -> inspect.BoundArguments:
-    bound = inspect.signature(_FUNCTIONS[_name(node)]).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    return bound
-
-
 def _describe(path: str, module: nn.Module) -> str:
     return f"'{path}' ({type(module).__name__.removeprefix('Pyro')})"
 
 
 def _untranslatable(what: str) -> NotImplementedError:
-    modules = sorted(kind.__name__ for kind in (*_LAYERS, *_ACTIVATIONS, *_CONTAINERS[:1]))
     return NotImplementedError(
-        f"{what}. Supported are the modules {', '.join(modules)}, and modules whose forward pass calls "
-        f"these or the functions {', '.join(sorted(_FUNCTIONS))}, without control flow on values. "
-        "Sample another net with `pyro.infer.NUTS`."
+        f"{what}. Supported are modules whose forward pass calls the functions "
+        f"{', '.join(sorted(_FUNCTIONS))}, as linear layers and common activations do, without control "
+        "flow on values. Sample another net with `pyro.infer.NUTS`."
     )
-
-
-# From the net's output and values by site to the distribution of the observations.
-JaxLikelihood = Callable[[Any, dict[str, Any]], Any]
-
-
-def to_jax_likelihood(model: Any) -> tuple[JaxLikelihood, set[str]]:
-    """Return a model's likelihood in NumPyro, and its latent sites.
-
-    Raises:
-        TypeError: If the model is of another kind.
-        NotImplementedError: If it standardizes its data or weighs classes.
-    """
-    kinds: tuple[type[Likelihood], ...] = (*_FIXED, Regressor)
-    if not isinstance(model, kinds):
-        raise TypeError(
-            f"`model` must be a {', '.join(kind.__name__ for kind in _FIXED)} or Regressor, but got "
-            f"{type(model).__name__}. Write `Regressor(bayesianize(net), num_data, noise_scale)`."
-        )
-    if model.input_mean is not None:
-        raise NotImplementedError(
-            "`standardize` must be None for a model in NumPyro. Standardize the data themselves."
-        )
-    if isinstance(model, Regressor):
-        return _targets(model)
-    if isinstance(model, Classifier) and model.class_weights is not None:
-        raise NotImplementedError(
-            "`class_weights` must be None for a model in NumPyro; leave it out."
-        )
-    return next(make for kind, make in _FIXED.items() if isinstance(model, kind)), set()
-
-
-def _targets(model: Regressor) -> tuple[JaxLikelihood, set[str]]:
-    def noise(mean: Any, scale: Any) -> Any:
-        is_normal = model.df is None
-        return _over_targets(
-            dist.Normal(mean, scale) if is_normal else dist.StudentT(model.df, mean, scale)
-        )
-
-    def heteroscedastic(output: Any, sites: dict[str, Any]) -> Any:
-        mean, raw = jnp.split(output, 2, -1)
-        return noise(mean, jnp.maximum(jax.nn.softplus(raw), SMALLEST_SCALE))
-
-    if model.is_heteroscedastic:
-        return heteroscedastic, set()
-    buffer = dict(model.named_buffers(recurse=False)).get("noise_scale")
-    if buffer is None:
-        name = declared_name(model, "noise_scale")
-        return lambda mean, sites: noise(mean, sites[name]), {name}
-    value = to_array(buffer)
-    return lambda mean, sites: noise(mean, jnp.asarray(value)), set()
-
-
-def _over_targets(distribution: Any) -> Any:
-    return distribution.to_event(len(distribution.batch_shape) - 1)
-
-
-# Likelihoods without sites.
-_FIXED: dict[type[Likelihood], JaxLikelihood] = {
-    Classifier: lambda logits, sites: dist.Categorical(logits=logits),
-    BinaryClassifier: lambda logits, sites: _over_targets(dist.Bernoulli(logits=logits)),
-    PoissonRegressor: lambda logs, sites: _over_targets(dist.Poisson(jnp.exp(logs))),
-}

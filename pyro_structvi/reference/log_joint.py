@@ -1,8 +1,8 @@
 """Log joint densities in the coordinates of a guide."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -20,64 +20,76 @@ MOST_FUNCTIONS = 500  # values whose convergence is judged
 PILOT_DRAWS = 100  # of a guide, for the scales of sites without a Gaussian posterior
 
 
+@dataclass(frozen=True)
 class _Site:
     """Coordinates of the sites of one posterior of a guide.
 
-    The unit of a coordinate is the standard deviation of the posterior, from unconstrained ``pilot``
-    draws unless it is Gaussian. Points have none, and the spread of a few members measures distances of
-    basins, not their width: the unit is the prior's deviation.
+    ``affine`` maps coordinates of a shape to unconstrained values, and ``start`` a draw of the guide to
+    its coordinates.
     """
 
-    def __init__(
-        self, site: LatentSite, gaussian: Any, pilot: Tensor | None = None, prior: Any = None
-    ) -> None:
-        self.site, self.gaussian = site, gaussian
-        self.bijection = bijection_onto(site.support)
-        if gaussian is not None:
-            self.shape = gaussian.batch_shape + gaussian.noise_shape
-        else:
-            assert pilot is not None
-            self.shape = pilot.shape[1:]
-            self.loc, scale = pilot.mean(0), pilot.std(0)
-            if 2 * len(pilot.unique(dim=0)) <= len(pilot):  # points
-                self.loc, scale = torch.zeros_like(scale), _prior_scale(site, prior).to(scale)
-            self.scale = torch.where(scale > 0, scale, site.unit).expand(self.shape)
-
-    def start(self, draw: Mapping[str, Tensor]) -> Tensor:
-        """Return the coordinates of a draw of the guide; of an independent one for a Gaussian."""
-        if self.gaussian is not None:
-            return torch.randn(self.shape).to(self.gaussian.mean)
-        coordinates: Tensor = (self.bijection.inv(draw[self.site.name]) - self.loc) / self.scale
-        return coordinates
+    site: LatentSite
+    shape: torch.Size
+    affine: Callable[[Tensor], Tensor]
+    start: Callable[[Mapping[str, Tensor]], Tensor]
 
     def values_at(self, coordinates: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return the values of the model's sites, and the log Jacobian up to a constant."""
-        if self.gaussian is not None:
-            value = self.gaussian.mean + self.gaussian.scale_noise(coordinates)
-            return self.site.split(value), coordinates.new_zeros(())
-        unconstrained = self.loc + self.scale * coordinates
-        value = self.bijection(unconstrained)
-        jacobian = self.bijection.log_abs_det_jacobian(unconstrained, value).sum()
+        unconstrained = self.affine(coordinates)
+        if self.site.is_real:
+            return self.site.split(unconstrained), coordinates.new_zeros(())
+        bijection = bijection_onto(self.site.support)
+        value = bijection(unconstrained)
+        jacobian: Tensor = bijection.log_abs_det_jacobian(unconstrained, value).sum()
         return {self.site.name: value}, jacobian
+
+
+def _of_noise(site: LatentSite, q: GaussianWeight) -> _Site:
+    """Take the noise of a Gaussian posterior as coordinates; that of a draw is unknown, and drawn."""
+    shape = q.batch_shape + q.noise_shape
+    return _Site(
+        site,
+        shape,
+        lambda noise: q.mean + q.scale_noise(noise),
+        lambda draw: torch.randn(shape).to(q.mean),
+    )
+
+
+def _of_values(site: LatentSite, prior: Any, pilot: Sequence[Mapping[str, Tensor]]) -> _Site:
+    """Take values in units of the posterior's standard deviation, from ``pilot`` draws.
+
+    Points have none, and the spread of a few members measures distances of basins, not their width: the
+    unit is the prior's deviation.
+    """
+    inverse = bijection_onto(site.support).inv
+    draws = torch.stack([inverse(draw[site.name]) for draw in pilot])
+    loc, scale = draws.mean(0), draws.std(0)
+    if 2 * len(draws.unique(dim=0)) <= len(draws):  # points
+        loc, scale = torch.zeros_like(scale), _prior_scale(site, prior).to(scale)
+    scale = torch.where(scale > 0, scale, site.unit).expand(draws.shape[1:])
+    return _Site(
+        site,
+        scale.shape,
+        lambda coordinates: loc + scale * coordinates,
+        lambda draw: (inverse(draw[site.name]) - loc) / scale,
+    )
 
 
 def _prior_scale(site: LatentSite, prior: Any) -> Tensor:
     """Return the standard deviation of a prior on all real numbers, or else the unit of the site."""
+    unit = torch.tensor(site.unit)
     try:
-        scale: Tensor = prior.variance.sqrt() if site.is_real else torch.tensor(site.unit)
+        scale = prior.variance.sqrt() if site.is_real else unit
     except NotImplementedError:
-        scale = torch.tensor(site.unit)
-    return torch.where(torch.isfinite(scale), scale, site.unit)
+        scale = unit
+    return torch.where(torch.isfinite(scale), scale, unit.to(scale))
 
 
 class LogJoint:
     """The log joint density of a model in ``size`` coordinates of a guide, up to a constant."""
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        guide: StructuredGuide,
-        args: tuple[Any, ...],
+        self, model: Callable[..., Any], guide: StructuredGuide, args: tuple[Any, ...]
     ) -> None:
         self._model, self._args = model, args
         with poutine.block():
@@ -99,21 +111,19 @@ class LogJoint:
                 continue
             has_factor = getattr(type(q), "scale_noise", None) is not GaussianWeight.scale_noise
             if isinstance(q, GaussianWeight) and has_factor and not is_mixture:
-                self._sites.append(_Site(site, q))
+                self._sites.append(_of_noise(site, q))
             else:
                 for name in site.names:
                     prior = latent[name]["fn"]
                     part = replace(site, name=name, bias=None, support=prior.support)
-                    inverse = bijection_onto(part.support).inv
-                    draws = torch.stack([inverse(draw[name]) for draw in pilot])
-                    self._sites.append(_Site(part, None, draws, prior))
-        missing = latent.keys() - {name for each in self._sites for name in each.site.names}
+                    self._sites.append(_of_values(part, prior, pilot))
+        self._names = {name for each in self._sites for name in each.site.names}
+        missing = latent.keys() - self._names
         if missing:
             raise ValueError(
                 f"The sites {sorted(missing)} of `model` are missing in `guide`. Make the guide of the "
                 "model without `hide` and `block`."
             )
-        self._names = {name for each in self._sites for name in each.site.names}
         self._lengths = [each.shape.numel() for each in self._sites]
         self.size = sum(self._lengths)
         if self.size < 2:
@@ -152,14 +162,9 @@ class LogJoint:
         returned = take_apart(nodes["_RETURN"]["value"])[0]
         found = [each for each in returned if isinstance(each, Tensor) and each.is_floating_point()]
         if not found:
-            observed = [
-                node["fn"]
-                for node in nodes.values()
-                if node["type"] == "sample"
-                and node["is_observed"]
-                and node["name"] not in self._names
-            ]
-            found = [each.mean for each in observed]
+            samples = [node for node in nodes.values() if node["type"] == "sample"]
+            observed = [node for node in samples if node["is_observed"]]
+            found = [node["fn"].mean for node in observed if node["name"] not in self._names]
         flat = torch.cat([each.flatten() for each in found])
         return flat[:: max(1, math.ceil(len(flat) / MOST_FUNCTIONS))]
 

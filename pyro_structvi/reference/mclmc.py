@@ -1,8 +1,6 @@
 """Microcanonical Langevin sampling that starts at the draws of a guide."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import pyro
@@ -53,18 +51,17 @@ def mclmc(
         + \text{noise},
 
     and its stationary distribution of z is the posterior. The coordinates are the noise of Gaussian
-    posteriors, :math:`W = \mu + A z` with the factor A of their structure, so that the covariance of the
-    guide is the preconditioner; other sites have unconstrained values in units of the guide's standard
-    deviation. Point estimates have no width, so their unit is the standard deviation of the prior. All
-    chains run in one pass of :func:`torch.func.vmap`, without translation of the model. They start at
-    separate draws of the guide, or at the members of an ensemble, one basin for each chain.
+    posteriors, :math:`W = \mu + A z`, so that the guide's covariance is the preconditioner; other sites
+    have unconstrained values in units of the guide's standard deviation, or of the prior's for point
+    estimates. All chains run in one pass of :func:`torch.func.vmap`. They start at separate draws of the
+    guide, or at the members of an ensemble, one basin for each chain.
 
-    The step size of each chain is tuned in the warm-up so that the variance of the energy's change per
-    dimension is ``energy_variance``, and the decoherence length to the width of the posterior. Draws are
-    biased by the discretization, the less the smaller ``energy_variance`` is. ``adjusted=True`` removes
-    the bias: a transition is a trajectory of about one decoherence length, many steps, and is accepted
-    or rejected as a whole. A step that changes the energy by more than 1,000 nats is not taken, and the
-    chain goes on with smaller ones.
+    The warm-up tunes the step size of each chain so that the variance of the energy's change per
+    dimension is ``energy_variance``, and the decoherence length to the width of the posterior. Draws
+    have a bias by the discretization that falls with ``energy_variance``. ``adjusted=True`` has none: a
+    transition is a trajectory of about one decoherence length, many steps, and is accepted or rejected
+    as a whole. A step that changes the energy by more than 1,000 nats is not taken, and the chain goes
+    on with smaller ones.
 
     Args:
         model: The model, in evaluation mode during sampling. Its point estimates stay fixed.
@@ -84,12 +81,11 @@ def mclmc(
         progress: Whether to show a progress bar.
 
     Returns:
-        The draws by site, ``(num_chains * num_draws, *shape)``; see :class:`ChainDraws`. ``r_hat``,
-        ``chain_r_hat`` and ``ess`` summarize up to 500 values that the model returns at the data.
-        ``sample_stats`` have ``lp``, the log joint in unconstrained coordinates up to a constant,
-        ``energy_change``, ``diverging``, ``step_size`` and ``decoherence_length``; for ``adjusted=True``
-        ``acceptance_rate``, too. After an interrupt from the keyboard they are the draws so far, if
-        there are four of each chain.
+        The draws by site, ``(num_chains * num_draws, *shape)``; after an interrupt from the keyboard
+        those so far, if there are four of each chain. ``r_hat``, ``chain_r_hat`` and ``ess`` summarize
+        up to 500 values that the model returns at the data. ``sample_stats`` have ``lp``, the log
+        joint in unconstrained coordinates up to a constant, ``energy_change``, ``diverging``,
+        ``step_size`` and ``decoherence_length``; for ``adjusted=True`` ``acceptance_rate``, too.
 
     Raises:
         ValueError: If an argument is out of range, the guide is not initialized, sites of the model are
@@ -143,53 +139,33 @@ def mclmc(
         chains = Chains(position, gradients_of(target, position, num_gradients, compiled))
         transition = chains.transition if adjusted else chains.step
         chains.warm_up(num_warmup, energy_variance, progress)
-        stats: dict[str, list[Tensor]] = {"position": [], "lp": []}
-        with (
-            _interruptible(stats),
-            tqdm(total=num_draws, desc="mclmc", disable=not progress) as bar,
-        ):
-            for _ in range(num_draws):
-                found: dict[str, Tensor] = {}
-                for _ in range(thinning):
+        kept: list[dict[str, Tensor]] = []
+        try:
+            for _ in tqdm(range(num_draws), desc="mclmc", disable=not progress):
+                found = transition()
+                for _ in range(thinning - 1):
                     last, found = found, transition()
-                    if last:
-                        found["diverging"] = found["diverging"] | last["diverging"]
-                found |= {"position": chains.position, "lp": chains.log_density}
-                for name, value in found.items():
-                    stats.setdefault(name, []).append(value)
-                bar.update()
-        return _as_draws(target, chains, stats, start)
-
-
-@contextmanager
-def _interruptible(stats: Mapping[str, list[Tensor]]) -> Iterator[None]:
-    """End a block at an interrupt from the keyboard, if there are enough draws for R-hat."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if _num_complete(stats) < 4:
-            raise
-        warn_user("Interrupted: the draws are those so far.", UserWarning)
-
-
-def _num_complete(stats: Mapping[str, list[Tensor]]) -> int:
-    """Return the number of draws with all statistics, since an interrupt comes between two of them."""
-    return min((len(values) for values in stats.values()), default=0)
+                    found["diverging"] = found["diverging"] | last["diverging"]
+                kept.append(found | {"position": chains.position, "lp": chains.log_density})
+        except KeyboardInterrupt:
+            if len(kept) < 4:
+                raise
+            warn_user("Interrupted: the draws are those so far.", UserWarning)
+        return _as_draws(target, chains, kept, start)
 
 
 def _as_draws(
-    target: LogJoint, chains: Chains, stats: Mapping[str, list[Tensor]], start: float
+    target: LogJoint, chains: Chains, kept: list[dict[str, Tensor]], start: float
 ) -> ChainDraws:
-    count = _num_complete(stats)
-    by_name = {name: torch.stack(values[:count], 1) for name, values in stats.items()}
-    by_name["step_size"] = chains.step_size.expand(-1, count)
+    by_name = {name: torch.stack([each[name] for each in kept], 1) for name in kept[0]}
+    by_name["step_size"] = chains.step_size.expand(-1, len(kept))
     by_name["decoherence_length"] = torch.full_like(by_name["lp"], chains.length)
     is_kept = _moving(chains, by_name["position"])
     by_name = {name: value[is_kept] for name, value in by_name.items()}
     each = by_name.pop("position")  # (chain, draw, D)
     values = vmap(vmap(lambda position: target.values_at(position)[0]))(each)
     functions_of = vmap(target.functions_at)
-    run = without_python(lambda z: (functions_of(z),), each[:, 0], count, compiled=False)
+    run = without_python(lambda z: (functions_of(z),), each[:, 0], len(kept), compiled=False)
     functions = torch.stack([run(draw)[0] for draw in each.unbind(1)], 1)  # (chain, draw, F)
     seconds = time.perf_counter() - start
     convergence = convergence_of([functions], values.values(), len(each))

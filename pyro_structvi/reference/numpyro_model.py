@@ -1,26 +1,27 @@
 """The NumPyro model of a Pyro model: the same net, priors, likelihood and site names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpyro
-import numpyro.distributions
+import numpyro.distributions as dist
 import torch
 from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_structvi._pyro import declared_name, declared_samples
+from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier
 from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
-from pyro_structvi.reference.jax_net import (
-    JaxLikelihood,
-    JaxNet,
-    SiteAttribute,
-    to_array,
-    to_jax_likelihood,
-)
+from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
+from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
 from pyro_structvi.sites.finding import find_declared_sites
+
+# From the net's output and values by site to the distribution of the observations.
+JaxLikelihood = Callable[[Any, dict[str, Any]], Any]
 
 # Distributions with the same names and arguments in Pyro and NumPyro.
 _KINDS = (
@@ -35,9 +36,9 @@ class NumPyroModel:
 
     Attributes:
         net: The net as a function of input and sites.
-        priors: A function to the prior of each site, in the current precision of JAX.
+        priors: Functions to the prior of each site, in the current precision of JAX.
         num_data: The number of training examples; None for the size of the input.
-        likelihood: From the net's output and the sites to the distribution of the observations.
+        likelihood: A function of the net's output and the sites to the distribution of observations.
     """
 
     net: JaxNet
@@ -92,13 +93,12 @@ def to_numpyro(model: Any) -> NumPyroModel:
         >>> round(float(log_density(to_numpyro(model), data, {}, weights)[0]), 3)
         4.161
     """
-    likelihood, read = to_jax_likelihood(model)
+    likelihood = _likelihood_of(model)
     net = JaxNet(model.net, _site_attributes(model))
-    used = net.sites | read
     priors = {
         name: _translate_prior(name, found.prior)
         for name, found in find_declared_sites(model).items()
-        if name in used
+        if name in net.sites or not name.startswith("net.")
     }
     if not priors:
         raise ValueError(
@@ -106,6 +106,52 @@ def to_numpyro(model: Any) -> NumPyroModel:
             "`bayesianize(net, prior=1.0)`."
         )
     return NumPyroModel(net, priors, model.num_data, likelihood)
+
+
+def _likelihood_of(model: Any) -> JaxLikelihood:
+    if not isinstance(model, (Classifier, BinaryClassifier, PoissonRegressor, Regressor)):
+        raise TypeError(
+            "`model` must be a Classifier, BinaryClassifier, PoissonRegressor or Regressor, but got "
+            f"{type(model).__name__}. Write `Regressor(bayesianize(net), num_data, noise_scale)`."
+        )
+    if model.input_mean is not None:
+        raise NotImplementedError(
+            "`standardize` must be None for a model in NumPyro. Standardize the data themselves."
+        )
+    if isinstance(model, Regressor):
+        return _regression(model)
+    if isinstance(model, BinaryClassifier):
+        return lambda logits, sites: _over_targets(dist.Bernoulli(logits=logits))
+    if isinstance(model, PoissonRegressor):
+        return lambda logs, sites: _over_targets(dist.Poisson(jnp.exp(logs)))
+    if model.class_weights is not None:
+        raise NotImplementedError(
+            "`class_weights` must be None for a model in NumPyro; leave it out."
+        )
+    return lambda logits, sites: dist.Categorical(logits=logits)
+
+
+def _regression(model: Regressor) -> JaxLikelihood:
+    buffer = dict(model.named_buffers(recurse=False)).get("noise_scale")
+    known = None if buffer is None else to_array(buffer)
+    name = declared_name(model, "noise_scale")
+
+    def likelihood(output: Any, sites: dict[str, Any]) -> Any:
+        if model.is_heteroscedastic:
+            output, raw = jnp.split(output, 2, -1)
+            scale = jnp.maximum(jax.nn.softplus(raw), SMALLEST_SCALE)
+        else:
+            scale = sites[name] if known is None else jnp.asarray(known)
+        is_normal = model.df is None
+        return _over_targets(
+            dist.Normal(output, scale) if is_normal else dist.StudentT(model.df, output, scale)
+        )
+
+    return likelihood
+
+
+def _over_targets(distribution: Any) -> Any:
+    return distribution.to_event(len(distribution.batch_shape) - 1)
 
 
 def _site_attributes(model: nn.Module) -> list[SiteAttribute]:
@@ -146,7 +192,7 @@ def _translate_prior(name: str, prior: Any) -> partial[Any]:
 
 def _make_prior(kind: str, shape: tuple[int, ...], **arguments: Any) -> Any:
     arrays = {name: jnp.asarray(value) for name, value in arguments.items()}
-    element = getattr(numpyro.distributions, kind)(**arrays)
+    element = getattr(dist, kind)(**arrays)
     return element.expand(shape).to_event(len(shape))
 
 

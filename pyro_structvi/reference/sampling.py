@@ -16,14 +16,7 @@ from numpyro.infer.util import log_density
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_structvi._checks import (
-    Count,
-    check_finite,
-    check_no_nan,
-    check_tensors,
-    checked,
-    warn_user,
-)
+from pyro_structvi._checks import Count, check_finite, check_tensors, checked, warn_user
 from pyro_structvi.reference.draws import ChainDraws, convergence_of
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
@@ -73,15 +66,12 @@ def nuts(
     r"""Sample the posterior of a model by the No-U-Turn Sampler in NumPyro, in float64.
 
     The log joints of the model and its translation to NumPyro are compared at a draw from the prior.
-    Chains start at the median of 15 prior draws, where hidden units differ.
-
-    Chains run in parallel, without a progress bar, if JAX has a device for each; on a CPU,
-    ``numpyro.set_host_device_count(4)`` before the first use of JAX creates four devices. Otherwise they
-    run one after another.
+    Chains start at the median of 15 prior draws. They run in parallel, without a progress bar, if JAX
+    has a device for each: on a CPU, ``numpyro.set_host_device_count(4)`` before the first use of JAX
+    creates four.
 
     Args:
-        model: A ``Classifier``, ``BinaryClassifier``, ``PoissonRegressor`` or ``Regressor`` around a
-            Bayesian net of linear layers and activations.
+        model: A model for :func:`to_numpyro`.
         x: All N training inputs, ``(N, ...)``.
         y: All N observations, as for the model.
         num_warmup: Number of tuning steps of each chain.
@@ -115,8 +105,7 @@ def nuts(
         torch.Size([200, 1, 1])
 
     References:
-        Hoffman and Gelman, The No-U-Turn Sampler, JMLR 15, 2014. Gelman et al., Bayesian Data
-        Analysis, 3rd edition, section 11.4.
+        Hoffman and Gelman (2014), "The No-U-Turn Sampler", JMLR 15.
     """
     counts = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
     if num_samples < 4:
@@ -129,10 +118,18 @@ def nuts(
         )
     start = time.perf_counter()
     translated = to_numpyro(model)
-    _check_data(model, x, y)
+    for name, value in (("x", x), ("y", y)):
+        check_tensors(name, value)
+        check_finite(name, value)
     if not model.is_num_data_given:  # `fit` sets it likewise
         model.num_data = len(x)
         translated = replace(translated, num_data=len(x))
+    if model.num_data != len(x):
+        raise ValueError(
+            f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
+            f"got {len(x)}: a sampler needs all the data at each step. Pass all of it, or make the "
+            "model with the `num_data` that it is to learn from."
+        )
     example = _check_translation(model, translated, x, y)
     with jax.enable_x64(True):
         kernel = NUTS(
@@ -174,19 +171,6 @@ def nuts(
     return draws
 
 
-def _check_data(model: Any, x: Tensor, y: Tensor) -> None:
-    for name, value in (("x", x), ("y", y)):
-        check_tensors(name, value)
-        check_no_nan(name, value)
-        check_finite(name, value)
-    if model.is_num_data_given and model.num_data != len(x):
-        raise ValueError(
-            f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
-            f"got {len(x)}: a sampler needs all the data at each step. Pass all of it, or make the "
-            "model with the `num_data` that it is to learn from."
-        )
-
-
 def _check_translation(
     model: Any, translated: NumPyroModel, x: Tensor, y: Tensor
 ) -> dict[str, Tensor]:
@@ -199,28 +183,29 @@ def _check_translation(
         for name, node in trace.iter_stochastic_nodes()
         if not site_is_subsample(node)
     }
+    difference = ""
     if set(sites) != set(translated.priors):
-        raise _disagreement(f"the model's sites are {[*sites]}, the other's {[*translated.priors]}")
-    with jax.enable_x64(True):
-        values = {name: to_array(value) for name, value in sites.items()}
-        data = (to_array(x), to_array(y))
-        other = float(log_density(translated, data, {}, values)[0])
-    terms = [float(node["log_prob_sum"]) for node in trace.nodes.values() if "log_prob" in node]
-    # Terms may cancel in the sum, and the model may compute in float32.
-    tolerance = 1e-3 * (1 + sum(map(abs, terms)))
-    if math.isfinite(tolerance) and not abs(sum(terms) - other) <= tolerance:
-        raise _disagreement(
-            f"at a draw from the prior the model's log joint is {sum(terms):.6g}, the other's "
-            f"{other:.6g}"
+        difference = f"the model's sites are {[*sites]}, the other's {[*translated.priors]}"
+    else:
+        with jax.enable_x64(True):
+            values = {name: to_array(value) for name, value in sites.items()}
+            data = (to_array(x), to_array(y))
+            other = float(log_density(translated, data, {}, values)[0])
+        terms = [float(node["log_prob_sum"]) for node in trace.nodes.values() if "log_prob" in node]
+        # Terms may cancel in the sum, and the model may compute in float32.
+        tolerance = 1e-3 * (1 + sum(map(abs, terms)))
+        if math.isfinite(tolerance) and not abs(sum(terms) - other) <= tolerance:
+            difference = (
+                f"at a draw from the prior the model's log joint is {sum(terms):.6g}, the other's "
+                f"{other:.6g}"
+            )
+    if difference:
+        raise NotImplementedError(
+            f"The translation to NumPyro is another model: {difference}. The model is more than its "
+            "net, priors and likelihood, such as an overridden `forward` or a hook. Sample it with "
+            "`pyro.infer.NUTS`."
         )
     return sites
-
-
-def _disagreement(what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"The translation to NumPyro is another model: {what}. The model is more than its net, priors "
-        "and likelihood, such as an overridden `forward` or a hook. Sample it with `pyro.infer.NUTS`."
-    )
 
 
 def _chain_method(num_chains: int, progress: bool) -> tuple[Any, bool]:

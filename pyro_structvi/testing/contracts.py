@@ -37,15 +37,13 @@ class Leaf:
 class Contract:
     """Comparisons of a class ``owner`` that raise an ``AssertionError`` with rule, expected and got.
 
-    The gradients of ``leaves`` are compared too, of a part together. Tolerances depend on ``dtype``.
+    The gradients of ``leaves`` are compared too. Tolerances depend on ``dtype``.
     """
 
     def __init__(
         self, owner: str, leaves: tuple[Leaf, ...] = (), dtype: torch.dtype = torch.float64
     ) -> None:
         self.owner, self.leaves, self.tolerance = owner, leaves, TOLERANCE[dtype]
-        # A rule and a projection of the difference, for each comparison of the present part.
-        self._part: list[tuple[str, Tensor, Tensor]] | None = None
 
     def fail(self, rule: str, expected: Any, got: Any) -> None:
         """Raise the error of a violated rule."""
@@ -70,22 +68,15 @@ class Contract:
                 rule, f"the tensor of the definition, with entries up to {largest:.3g}", error
             )
         if gradients and self.leaves and expected.requires_grad:
-            probe = torch.randn_like(expected)
-            projected = rule, (probe * got).sum(), (probe * expected).sum()
-            if self._part is None:
-                self._compare_gradients(*projected)
-            else:
-                self._part.append(projected)
-
-    def _compare_gradients(self, rule: str, got: Tensor, expected: Tensor) -> None:
-        values = [leaf.value for leaf in self.leaves]
-        own, exact = (
-            torch.autograd.grad(total, values, retain_graph=True, materialize_grads=True)
-            for total in (got + 0 * values[0].sum(), expected)
-        )
-        for leaf, mine, right in zip(self.leaves, own, exact, strict=True):
-            name = f"{rule}; gradient with respect to `{leaf.name}`"
-            Contract(self.owner).close(name, leaf.along(mine), leaf.along(right))
+            values, probe = [leaf.value for leaf in self.leaves], torch.randn_like(expected)
+            got = got + 0 * values[0].sum()  # with a gradient in any case
+            own, exact = (
+                torch.autograd.grad(total, values, probe, retain_graph=True, materialize_grads=True)
+                for total in (got, expected)
+            )
+            for leaf, mine, right in zip(self.leaves, own, exact, strict=True):
+                name = f"{rule}; gradient with respect to `{leaf.name}`"
+                Contract(self.owner).close(name, leaf.along(mine), leaf.along(right))
 
     def refuses(self, rule: str, call: Callable[[], Any], start: str) -> None:
         """Raise unless a call raises a ``ValueError`` or ``TypeError`` whose message starts so."""
@@ -99,30 +90,14 @@ class Contract:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Compare the gradients of the part, and add its name to errors of the checked class itself."""
-        compared: list[tuple[str, Tensor, Tensor]] = []
-        self._part = compared
+        """Add the name of the part to errors of the checked class itself."""
         try:
             yield
-            self._part = None
-            if compared:
-                self._compare_part(compared)
         except AssertionError:
             raise
         except Exception as error:
             error.add_note(f"raised by {self.owner} in the check of {name}")
             raise
-        finally:
-            self._part = None
-
-    def _compare_part(self, compared: list[tuple[str, Tensor, Tensor]]) -> None:
-        """Compare the sums of all gradients, and each by itself where the sums differ."""
-        _, got, expected = zip(*compared, strict=True)
-        try:
-            self._compare_gradients("the sum", torch.stack(got).sum(), torch.stack(expected).sum())
-        except AssertionError:
-            for each in compared:
-                self._compare_gradients(*each)
 
 
 def tensors_of(owner: Any) -> dict[str, tuple[Tensor, Any, str]]:

@@ -24,18 +24,6 @@ from pyro_structvi.testing.weights import KL, Moment, Subject
 from pyro_structvi.weights.arguments import orthogonal
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
-OF_NUMBERS = (
-    weights.check_moments,
-    weights.check_draws,
-    weights.check_gaussian,
-    weights.check_densities,
-    weights.check_kl,
-    outputs.check_image,
-    outputs.check_spread,
-    outputs.check_rows,
-    outputs.check_layers,
-)
-
 
 def check_distribution(
     q: WeightDistribution,
@@ -49,14 +37,14 @@ def check_distribution(
 
     Draws :math:`\mu + A e` of normals are read off as exact functions of their noise, so that
     :math:`A A^\top` is the covariance without a sampling error. All other members, with their gradients,
-    are compared with dense computations from this covariance: moments, ``whiten`` and
-    ``log_det_covariance``, densities, KL divergences from independent normals, images under dense maps
-    and convolutions with biases and positions, ``expand``, copies, dtypes, and use at a sample site.
-    Draws that are not linear in normal noise are tested statistically, with a false alarm in 1e6 tests.
+    are compared with dense computations from it: moments, densities, KL divergences from independent
+    normals, outputs of dense layers and convolutions, ``expand``, copies, dtypes, and use at a sample
+    site. Draws that are not linear in normal noise are tested statistically, with a false alarm in 1e6
+    tests.
 
     Args:
-        q: An instance with random arguments, at most some dozen elements, any batch shape. Event
-            shapes of two dimensions are checked with dense layers, of more with convolutions.
+        q: An instance with random arguments, at most some dozen elements, any batch shape. Dense layers
+            check event shapes of two dimensions, and convolutions those of more.
         covariance: A function of such a distribution to its dense covariance ``(*batch, D, D)`` by
             definition; by default the covariance of its draws.
         mean: Likewise its mean; by default the mean of its draws.
@@ -74,58 +62,51 @@ def check_distribution(
         >>> check_distribution(MeanFieldNormal(torch.randn(4, 3), torch.rand(4, 3) + 0.1))
     """
     with fixed_seed():
-        plain = Contract(type(q).__name__)
-        for check in (_check_shapes, _check_expand):
-            with plain.part(check.__name__.removeprefix("_check_")):
-                check(plain, q)
-        exact, leaves = with_leaves(fresh(q), Tensor.double)
-        contract = Contract(plain.owner, leaves)
+        contract = Contract(type(q).__name__)
         with contract.part("draws"):
-            subject = Subject.of(contract, exact, covariance, mean, kl, shared_covariance)
-        for check_of in OF_NUMBERS:
-            with contract.part(check_of.__name__.removeprefix("check_")):
-                check_of(subject)
-        for check in (_check_copies, _check_dtypes, _check_in_pyro):
-            with plain.part(check.__name__.removeprefix("_check_")):
-                check(plain, q)
+            exact, leaves = with_leaves(fresh(q), Tensor.double)
+            subject = Subject(q, exact, leaves, covariance, mean, kl, shared_covariance)
+        for check in CHECKS:
+            with contract.part(check.__name__.removeprefix("_").removeprefix("check_")):
+                check(subject)
 
 
-def _check_shapes(contract: Contract, q: Any) -> None:
-    equal = contract.equal
+def _check_shapes(s: Subject) -> None:
+    q = s.given
     shape, length = tuple(q.batch_shape + q.event_shape), q.event_shape.numel()
     for sample_shape in ((), (5,), (2, 5)):
         whole = (*sample_shape, *shape)
         for name in ("rsample", "sample"):
             got = tuple(getattr(q, name)(torch.Size(sample_shape)).shape)
-            equal(f"`{name}` has shape (*sample, *batch, *event)", got, whole)
+            s.equal(f"`{name}` has shape (*sample, *batch, *event)", got, whole)
         weight = torch.randn(whole, dtype=q.mean.dtype)
         matrix = q.as_matrix(weight)
         rows = (*sample_shape, *q.batch_shape, q.event_shape[0], length // q.event_shape[0])
-        equal("`as_matrix` has shape (..., out, in)", tuple(matrix.shape), rows)
-        contract.close("`as_weight` inverts `as_matrix`", q.as_weight(matrix), weight)
-    equal("`event_dim` counts the dimensions of the weight", q.event_dim, len(q.event_shape))
-    equal("every real tensor is in `support`", bool(q.support.check(q.mean).all()), True)
+        s.equal("`as_matrix` has shape (..., out, in)", tuple(matrix.shape), rows)
+        s.close("`as_weight` inverts `as_matrix`", q.as_weight(matrix), weight)
+    s.equal("`event_dim` counts the dimensions of the weight", q.event_dim, len(q.event_shape))
+    s.equal("every real tensor is in `support`", bool(q.support.check(q.mean).all()), True)
 
 
-def _check_expand(contract: Contract, q: Any) -> None:
+def _check_expand(s: Subject) -> None:
     """Check that ``expand`` shares memory and commutes with all other members."""
-    batch, dtype = (5, *q.batch_shape), q.mean.dtype
+    q = s.given
     if not _has_expand(q):
         return
+    batch = (5, *q.batch_shape)
     expanded = q.expand(batch)
-    equal = contract.equal
-    equal("`expand` returns the class of the distribution", type(expanded), type(q))
+    s.equal("`expand` returns the class of the distribution", type(expanded), type(q))
     rule = "`expand` has the new batch shape and the old event shape"
-    equal(rule, (tuple(expanded.batch_shape), expanded.event_shape), (batch, q.event_shape))
+    s.equal(rule, (tuple(expanded.batch_shape), expanded.event_shape), (batch, q.event_shape))
     own, others = tensors_of(q), tensors_of(expanded)
-    equal("`expand` keeps all tensors", set(others), set(tensors_of(fresh(q))))
+    s.equal("`expand` keeps all tensors", set(others), set(tensors_of(fresh(q))))
     for name, (after, _, _) in others.items():
         before = own[name][0]
-        contract.close(f"`expand` repeats `{name}`", after, before.expand(after.shape), False)
-        equal(f"`expand` shares the memory of `{name}`", _is_shared(after, before), True)
+        s.close(f"`expand` repeats `{name}`", after, before.expand(after.shape), False)
+        s.equal(f"`expand` shares the memory of `{name}`", _is_shared(after, before), True)
     value, x = _arguments(q, ())
     found = _numbers(expanded, value.expand(5, *value.shape), x.unsqueeze(0))
-    close = Contract(contract.owner, dtype=dtype).close
+    close = Contract(s.owner, dtype=q.mean.dtype).close
     for name, number in _numbers(q, value, x).items():
         close(f"`{name}` commutes with `expand`", found[name], number.expand(5, *number.shape))
     if not q.batch_shape:
@@ -165,52 +146,63 @@ def _has_expand(q: Any) -> bool:
     return is_defined(lambda: q.expand((2, *q.batch_shape)))
 
 
-def _check_copies(contract: Contract, q: Any) -> None:
+def _check_copies(s: Subject) -> None:
     """Check deep copies, and pickles if the class can be imported."""
+    q, own = s.given, tensors_of(s.given)
     copies = [copy.deepcopy(q)]
     if getattr(sys.modules.get(type(q).__module__), type(q).__qualname__, None) is type(q):
         copies.append(pickle.loads(pickle.dumps(q)))
-    for twin in copies:
-        own, others = tensors_of(q), tensors_of(twin)
-        contract.equal("a copy has the tensors of the original", set(others), set(own))
+    for others in map(tensors_of, copies):
+        s.equal("a copy has the tensors of the original", set(others), set(own))
         for name, (value, _, _) in others.items():
-            contract.close(f"a copy has the same `{name}`", value, own[name][0], False)
+            s.close(f"a copy has the same `{name}`", value, own[name][0], False)
             shared = _is_shared(value, own[name][0])
-            contract.equal(f"a copy has separate memory for `{name}`", shared, False)
+            s.equal(f"a copy has separate memory for `{name}`", shared, False)
 
 
-def _check_dtypes(contract: Contract, q: Any) -> None:
+def _check_dtypes(s: Subject) -> None:
     """Check that results keep dtype and device, and that single precision is close to double."""
+    q = s.given
     exact, single = (with_leaves(fresh(q), change)[0] for change in (Tensor.double, Tensor.float))
     value, x = _arguments(exact, (7,))
     found = _numbers(single, value.float(), x.float())
     found |= {"rsample": single.rsample(), "image(x).rsample": single.image(x.float()).rsample()}
     for name, number in found.items():
-        contract.equal(f"`{name}` keeps the dtype of the arguments", number.dtype, torch.float32)
-    close = Contract(contract.owner, dtype=torch.float32).close
+        s.equal(f"`{name}` keeps the dtype of the arguments", number.dtype, torch.float32)
+    close = Contract(s.owner, dtype=torch.float32).close
     for name, number in _numbers(exact, value, x).items():
-        close(f"`{name}` in single precision is close to double", found[name], number, False)
+        close(f"`{name}` in single precision is close to double", found[name], number)
     meta, _ = with_leaves(fresh(q), lambda tensor: tensor.to("meta"))
     meta._validate_args = False  # values are not there
     for name, number in _numbers(meta, *(v.to("meta", q.mean.dtype) for v in (value, x))).items():
-        contract.equal(f"`{name}` stays on the device meta", number.device.type, "meta")
+        s.equal(f"`{name}` stays on the device meta", number.device.type, "meta")
 
 
-def _check_in_pyro(contract: Contract, q: Any) -> None:
+def _check_in_pyro(s: Subject) -> None:
     """Check values at sample sites, and the wrappers of Pyro."""
+    q = s.given
     value = pyro.sample("weight", q)
-    contract.equal("a value at a sample site is an ordinary tensor", type(value), Tensor)
+    s.equal("a value at a sample site is an ordinary tensor", type(value), Tensor)
     if not q.batch_shape and _has_expand(q):
         with pyro.plate("members", 3):
             value = pyro.sample("weight", q)
-        contract.equal("a plate expands", tuple(value.shape), (3, *q.event_shape))
+        s.equal("a plate expands", tuple(value.shape), (3, *q.event_shape))
     if q.batch_shape and _has_density(q):
         value = q.sample()
-        density, close = q.log_prob(value), contract.close
-        close("`to_event` sums the density", q.to_event(1).log_prob(value), density.sum(-1))
-        close("`mask` drops the density", q.mask(False).log_prob(value), 0 * density)
+        density = q.log_prob(value)
+        s.close("`to_event` sums the density", q.to_event(1).log_prob(value), density.sum(-1))
+        s.close("`mask` drops the density", q.mask(False).log_prob(value), 0 * density)
         repeated = q.expand_by([2]).log_prob(value)
-        close("`expand_by` repeats", repeated, density.expand(2, *density.shape))
+        s.close("`expand_by` repeats", repeated, density.expand(2, *density.shape))
+
+
+CHECKS = (
+    *(_check_shapes, _check_expand),
+    *(weights.check_moments, weights.check_draws, weights.check_gaussian),
+    *(weights.check_densities, weights.check_kl),
+    *(outputs.check_image, outputs.check_spread, outputs.check_rows, outputs.check_layers),
+    *(_check_copies, _check_dtypes, _check_in_pyro),
+)
 
 
 # ---- random distributions ------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,8 +17,9 @@ from pyro_structvi.nn.regressors import Regressor
 from pyro_structvi.sites.family import Family, joins_with
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.point_estimate import PointEstimate
 from pyro_structvi.testing.contracts import Contract, fixed_seed
-from pyro_structvi.testing.guides import differences, draws, elbo_gradients
+from pyro_structvi.testing.guides import check_state, differences, elbo_gradients
 from pyro_structvi.testing.weights import linear
 
 SCALE = 0.3  # standard deviations at the start
@@ -60,48 +60,30 @@ def check_family(
         >>> check_family(KTied(rank=2))
     """
     contract, size = Contract(repr(family)), torch.Size(shape)
-    site = _site(size)
     with fixed_seed():
         with contract.part("the object"):
             _check_object(contract, family)
         with contract.part("sites"):
-            _check_sites(contract, family, site)
-        if _joins(family, size):
-            site = site.join_bias(_bias_of(site))
+            _check_sites(contract, family, size)
         with contract.part("starting values"):
-            _check_start(contract, family, site)
+            _check_start(contract, family, _guide(family, _model(size))[WEIGHT].site)
             _check_scale(contract, family, size, start_tolerance, points)
             _check_dtypes(contract, family, size)
         with contract.part("gradients"):
             _check_gradients(contract, family, size, idle, num_particles)
         with contract.part("state dicts"):
-            _check_state(contract, family, size)
+            random_start = lambda site: torch.randn(site["fn"].shape())  # noqa: E731
+            check_state(contract, lambda: _guide(family, _model(size), init_loc_fn=random_start))
 
 
-def _site(shape: torch.Size) -> LatentSite:
-    return LatentSite(WEIGHT, shape, len(shape), constraints.real, prior_scale=1.0)
-
-
-def _joins(family: Family, shape: torch.Size) -> bool:
-    """Return whether the family joins the bias of a weight of this shape."""
-    site = _site(shape)
-    bias = _bias_of(site)
-    return bool(joins_with(site, family, {bias.name: bias}))
-
-
-def _bias_of(site: LatentSite) -> LatentSite:
-    return dataclasses.replace(site, name="net.bias", shape=site.shape[:1], event_dim=1)
-
-
-def _model(family: Family, shape: torch.Size, dtype: torch.dtype | None = None) -> Regressor:
-    """Return a linear regression, with a bias if the family joins it."""
-    net = nn.Linear(shape[1], shape[0], bias=_joins(family, shape), dtype=dtype)
+def _model(shape: torch.Size, dtype: torch.dtype | None = None) -> Regressor:
+    net = nn.Linear(shape[1], shape[0], dtype=dtype)
     return Regressor(bayesianize(net, prior=1.0), num_data=20, noise_scale=0.5)
 
 
-def _guide(family: Family, shape: torch.Size, **options: Any) -> StructuredGuide:
-    """Return a guide of a linear regression with this family on its weight."""
-    return StructuredGuide(_model(family, shape), {"*": family}, **options)
+def _guide(family: Family, model: Regressor, **options: Any) -> StructuredGuide:
+    """Return a guide with this family on the weight, and on the bias if they are joined."""
+    return StructuredGuide(model, {WEIGHT: family, "*": PointEstimate()}, **options)
 
 
 def _check_object(contract: Contract, family: Family) -> None:
@@ -118,14 +100,13 @@ def _check_object(contract: Contract, family: Family) -> None:
         )
 
 
-def _check_sites(contract: Contract, family: Family, site: LatentSite) -> None:
-    contract.equal(f"`fits` accepts a weight of shape {tuple(site.shape)}", family.fits(site), True)
+def _check_sites(contract: Contract, family: Family, shape: torch.Size) -> None:
+    fits = family.fits(LatentSite(WEIGHT, shape, len(shape), constraints.real, prior_scale=1.0))
+    contract.equal(f"`fits` accepts a weight of shape {tuple(shape)}", fits, True)
     contract.equal("`needs` says in words which sites fit", isinstance(family.needs, str), True)
-    vector = LatentSite("vector", torch.Size([3]), 1, constraints.real)
+    vector = family.fits(LatentSite("vector", torch.Size([3]), 1, constraints.real))
+    contract.equal("`fits` is True or False for a vector", type(vector), bool)
     counts = LatentSite("counts", torch.Size([3, 4]), 2, constraints.nonnegative_integer)
-    for other in (vector, counts):
-        fits = family.fits(other)
-        contract.equal(f"`fits` is True or False for the site '{other.name}'", type(fits), bool)
     contract.equal("`fits` refuses a discrete site", family.fits(counts), False)
 
 
@@ -166,10 +147,12 @@ def _check_scale(
     def start(site: Any) -> Tensor | None:
         return loc if site["name"] == WEIGHT else None
 
+    def make(scale: float) -> StructuredGuide:
+        return _guide(family, _model(shape), init_scale=scale, init_loc_fn=start)
+
     for scale in (0.02, SCALE):
-        make = partial(_guide, family, shape, init_scale=scale, init_loc_fn=start)
-        guide = make()
-        found = linear(partial(_weight_of, guide))
+        guide = make(scale)
+        found = linear(lambda guide=guide: guide.draw()[WEIGHT])
         if found is None or not found.matrix.numel():
             return  # a draw that is not linear in normal noise has no scale at the start
         distance = (found.mean - loc).norm().item()
@@ -177,27 +160,25 @@ def _check_scale(
             contract.fail("`init` centres the posterior near `loc`", "a small distance", distance)
         expected = torch.diag(is_random.flatten())
         error = (found.covariance / scale**2 - expected).abs().max().item()
-        if error < 1e-9 or not differences(guide.state_dict(), make().state_dict()):
+        if error < 1e-9 or not differences(
+            guide[WEIGHT].state_dict(), make(scale)[WEIGHT].state_dict()
+        ):
             rule = "at the start elements are independent with the variance `init_scale` ** 2"
             contract.close(rule, found.covariance / scale**2, expected)
         elif scale == SCALE:
-            variances = torch.stack([make()[WEIGHT]().variance for _ in range(STARTS)])
+            variances = torch.stack([make(scale)[WEIGHT]().variance for _ in range(STARTS)])
             ratio = variances.mean().item() / scale**2
             if abs(ratio - 1) > tolerance:
                 rule = "on average over starts the variance of an element is `init_scale` ** 2"
                 contract.fail(rule, f"{scale**2:.4g}", f"{ratio * scale**2:.4g}")
 
 
-def _weight_of(guide: StructuredGuide) -> Tensor:
-    return guide.draw()[WEIGHT]
-
-
 def _check_dtypes(contract: Contract, family: Family, shape: torch.Size) -> None:
     for default, own in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
         torch.set_default_dtype(torch.float64)
-        model = _model(family, shape, own)
+        model = _model(shape, own)
         torch.set_default_dtype(default)
-        guide = StructuredGuide(model, {"*": family})
+        guide = _guide(family, model)
         kinds = {value.dtype for value in guide.parameters()}
         kinds |= {value.dtype for value in (*guide.draw().values(), *guide.median().values())}
         contract.equal(f"parameters, draws and medians keep the dtype {own}", kinds, {own})
@@ -207,8 +188,8 @@ def _check_dtypes(contract: Contract, family: Family, shape: torch.Size) -> None
 def _check_gradients(
     contract: Contract, family: Family, shape: torch.Size, idle: Any, num_particles: int
 ) -> None:
-    model = _model(family, shape)
-    guide = StructuredGuide(model, {"*": family}, init_scale=SCALE)
+    model = _model(shape)
+    guide = _guide(family, model, init_scale=SCALE)
     data = torch.randn(20, shape[1]), torch.randn(20, shape[0])
     gradients = elbo_gradients(contract, guide, model, data, num_particles)
     for name, gradient in gradients.items():
@@ -216,24 +197,3 @@ def _check_gradients(
         mask = idle.get(name, torch.zeros(gradient.shape, dtype=torch.bool))
         rule = f"the gradient reaches every element of `{name}` that has an effect"
         contract.equal(rule, torch.equal(gradient == 0, mask), True)
-
-
-def _check_state(contract: Contract, family: Family, shape: torch.Size) -> None:
-    """Load the state of a changed guide, from a file, into a guide with other starting values."""
-    random_start = lambda site: torch.randn(site["fn"].shape())  # noqa: E731
-    make = partial(_guide, family, shape, init_loc_fn=random_start)
-    guide = make()
-    with torch.no_grad():
-        for value in guide.parameters():
-            value.add_(0.1 * torch.randn_like(value))
-    state, file = guide.state_dict(), io.BytesIO()
-    tensors = all(isinstance(value, Tensor) for value in state.values())
-    contract.equal("a state dict holds tensors only", tensors, True)
-    torch.save(state, file)
-    file.seek(0)
-    before = draws(guide)
-    other = make()
-    other.load_state_dict(torch.load(file, weights_only=True))
-    rule = "a state dict restores the posterior in a new guide"
-    contract.equal(f"{rule}: tensors that differ", differences(state, other.state_dict()), [])
-    contract.equal(f"{rule}: draws that differ", differences(before, draws(other)), [])

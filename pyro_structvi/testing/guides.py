@@ -1,6 +1,7 @@
 """The contract of guides, checked on a model with data."""
 
 import copy
+import io
 import math
 import tempfile
 from collections.abc import Callable, Mapping
@@ -29,10 +30,9 @@ MakeGuide = Callable[[Any], StructuredGuide]
 def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = False) -> None:
     """Check that a guide obeys the contract of guides on a model with data.
 
-    The checks cover the sites, with shapes and dtypes of draws, medians and quantiles; the random state;
-    gradients of all parameters; the mean of ``StructuredELBO`` against Pyro's ``Trace_ELBO``; several
-    particles in one pass; state dicts; a checkpoint of ``fit``; and ``Predictive``. Tests of means have
-    a false alarm in 1e6 tests.
+    The checks cover the sites, with draws, medians and quantiles; the random state; gradients of all
+    parameters; the mean of ``StructuredELBO`` against Pyro's ``Trace_ELBO``; several particles in one
+    pass; state dicts; checkpoints; and ``Predictive``. Tests of means have a false alarm in 1e6 tests.
 
     Args:
         make: A function of the model to the guide, such as its class, with an ``init_scale`` near 0.3.
@@ -50,11 +50,16 @@ def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = Fal
         >>> x, y = torch.randn(6, 3), torch.randn(6, 2)
         >>> check_guide(lambda model: ps.KTiedGuide(model, init_scale=0.3), model, x, y)
     """
+
+    def initialized() -> StructuredGuide:
+        guide = make(model)
+        guide.initialize(*data)
+        return guide
+
     with fixed_seed(torch.get_default_dtype()):
         before = torch.get_rng_state()
-        guide = make(model)
+        guide = initialized()
         contract = Contract(type(guide).__name__)
-        guide.initialize(*data)
         stays = torch.equal(before, torch.get_rng_state())
         contract.equal("making a guide leaves the random state as it is", stays, True)
         with contract.part("sites"):
@@ -68,7 +73,8 @@ def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = Fal
                 _compare_means(contract, f"{rule}, by drawn weights", losses, dense)
             _check_particles(contract, guide, model, data, losses)
         with contract.part("saving"):
-            _check_state(contract, guide, make, model, data)
+            check_state(contract, initialized)
+            _check_predictive(contract, guide, model, data)
             _check_checkpoint(contract, make, model, data)
 
 
@@ -78,7 +84,25 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [n for n in {**one, **other} if n not in both or not torch.equal(one[n], other[n])]
 
 
-def draws(guide: StructuredGuide) -> dict[str, Tensor]:
+def check_state(contract: Contract, make: Callable[[], StructuredGuide]) -> None:
+    """Change a guide, and load its state, from a file, into another one."""
+    guide = make()
+    with torch.no_grad():
+        for value in guide.parameters():
+            value.add_(0.1 * torch.randn_like(value))
+    state, file = guide.state_dict(), io.BytesIO()
+    tensors = all(isinstance(value, Tensor) for value in state.values())
+    contract.equal("a state dict holds tensors only", tensors, True)
+    torch.save(state, file)
+    file.seek(0)
+    before, other = _draws(guide), make()
+    other.load_state_dict(torch.load(file, weights_only=True))
+    rule = "a state dict restores the posterior in a new guide"
+    contract.equal(f"{rule}: tensors that differ", differences(state, other.state_dict()), [])
+    contract.equal(f"{rule}: draws that differ", differences(before, _draws(other)), [])
+
+
+def _draws(guide: StructuredGuide) -> dict[str, Tensor]:
     """Return draws with a fixed seed, and the medians."""
     torch.manual_seed(1)
     return {**guide.draw(local=True), **{f"{k} (median)": v for k, v in guide.median().items()}}
@@ -98,11 +122,10 @@ def elbo_gradients(
 
 
 def _check_sites(contract: Contract, guide: StructuredGuide, model: Any, data: Any) -> None:
-    trace = poutine.trace(model).get_trace(*data)
     latent = {
-        name: (trace.nodes[name]["value"].shape, trace.nodes[name]["value"].dtype)
-        for name in trace.stochastic_nodes
-        if not site_is_subsample(trace.nodes[name])
+        name: (node["value"].shape, node["value"].dtype)
+        for name, node in poutine.trace(model).get_trace(*data).iter_stochastic_nodes()
+        if not site_is_subsample(node)
     }
     rule = "the guide has the latent sites of the model"
     contract.equal(rule, set(guide.site_names), set(latent))
@@ -116,9 +139,8 @@ def _check_sites(contract: Contract, guide: StructuredGuide, model: Any, data: A
         found = {name: (value.shape, value.dtype) for name, value in values.items()}
         contract.equal(f"values of `{way}` have the shapes and dtypes of the sites", found, latent)
     levels = [0.1, 0.5, 0.9]
-    if not is_defined(lambda: guide.quantiles(levels)):
-        return
-    for name, value in guide.quantiles(levels).items():
+    has_quantiles = is_defined(lambda: guide.quantiles(levels))
+    for name, value in guide.quantiles(levels).items() if has_quantiles else ():
         rule = "`quantiles` are for each element"
         contract.equal(rule, tuple(value.shape), (3, *latent[name][0]))
         ordered = bool((value.diff(dim=0) >= 0).all())
@@ -159,27 +181,16 @@ def _check_particles(
 def _log_variance(values: Tensor) -> tuple[float, float]:
     """Return the logarithm of a variance, with its standard error by the jackknife."""
     count, squares = len(values), (values - values.mean()).square()
-    total = squares.sum()
-    left_out = (total - count / (count - 1) * squares).log()
+    left_out = (squares.sum() - count / (count - 1) * squares).log()
     error = ((count - 1) * left_out.var(correction=0)).sqrt()
-    return float((total / (count - 1)).log()), float(error)
+    return float(values.var().log()), float(error)
 
 
-def _check_state(
-    contract: Contract, guide: StructuredGuide, make: MakeGuide, model: Any, data: Any
-) -> None:
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    before = draws(guide)
-    other = make(model)
-    other.initialize(*data)
-    other.load_state_dict(guide.state_dict())
-    rule = "a state dict restores the guide: draws that differ"
-    contract.equal(rule, differences(before, draws(other)), [])
-    predictive = Predictive(model, guide=guide, num_samples=3, return_sites=[*guide.draw()])
+def _check_predictive(contract: Contract, guide: StructuredGuide, model: Any, data: Any) -> None:
+    drawn = guide.draw()
+    predictive = Predictive(model, guide=guide, num_samples=3, return_sites=[*drawn])
     samples = predictive(*data[:-1])
-    for name, value in guide.draw().items():
+    for name, value in drawn.items():
         contract.equal(f"`Predictive` draws '{name}'", samples[name].numel(), 3 * value.numel())
 
 

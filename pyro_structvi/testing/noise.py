@@ -24,18 +24,13 @@ class UnitDraws:
 
 
 def unit_draws(draw: Callable[[], Tensor]) -> UnitDraws:
-    """Return mean and matrix of a draw that is linear in standard normal noise.
+    """Return mean and matrix of a draw that is linear in standard normal noise, with their graph.
 
-    The draw runs with each unit vector as its noise, so moments have no sampling error. Both results
-    keep the graph: if the gradients of ``A A'`` are right, the expected gradient of every function of
-    the draw is right, since two ``A`` with one covariance differ by a rotation of the noise.
-
-    Args:
-        draw: A function that samples on the CPU, with the same amount of noise at each call, by
-            ``torch.randn``, ``torch.randn_like`` and ``Tensor.normal_``, as torch's normals do.
-
-    Raises:
-        AssertionError: If the draw is not linear, or takes other noise.
+    The draw runs with each unit vector as its noise, so moments have no sampling error. If the gradients
+    of ``A A'`` are right, the expected gradient of every function of the draw is right, since two ``A``
+    with one covariance differ by a rotation of the noise. An ``AssertionError`` is raised if the draw is
+    not linear, or takes noise by other functions than ``torch.randn``, ``torch.randn_like`` and
+    ``Tensor.normal_``, as torch's normals do.
     """
     with _replaced_noise() as source:
         mean, size = source.run(draw, None), source.taken
@@ -106,11 +101,11 @@ def _replaced_noise() -> Iterator[_Source]:
 
 
 def assert_mean(samples: Tensor, expected: Tensor, false_alarm: float = 1e-6) -> None:
-    """Assert that independent draws ``(n, *shape)`` have a mean ``(*shape)``, by Student's test.
+    """Assert that some hundred independent draws ``(n, *shape)`` have a mean ``(*shape)``.
 
     The bound of a z-test is widened by the first terms of the Cornish-Fisher expansion, for the degrees
-    of freedom and the skewness of the draws, with some hundred draws or more. ``false_alarm`` is the
-    probability of a failure although the mean is right, to first order.
+    of freedom and the skewness of the draws. ``false_alarm`` is the probability of a failure although
+    the mean is right, to first order.
     """
     samples = samples.detach().double().reshape(len(samples), -1)
     expected = expected.detach().double().flatten()

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import MultivariateNormal
 
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
 from pyro_structvi.structures.mean_field import MeanFieldNormal
@@ -16,25 +15,10 @@ from pyro_structvi.testing.noise import draw_with_noise
 from pyro_structvi.testing.weights import Subject
 from pyro_structvi.weights.weight_distribution import FactoredWeight
 
-CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-
-
-def _check_outputs(s: Subject, rule: str, image: Any, mean: Tensor, covariance: Tensor) -> None:
-    """Compare a distribution of outputs with dense moments; the rule has a place for the member."""
-    close, batch = s.contract.close, len(image.batch_shape)
-    variance = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
-    close(rule.format("mean"), image.mean, mean)
-    close(rule.format("variance"), image.variance, variance)
-    close(rule.format("covariance"), image.covariance_matrix, covariance)
-    if s.is_normal:
-        y, dense = torch.randn(mean.shape), MultivariateNormal(mean.flatten(batch), covariance)
-        close(rule.format("`log_prob`"), image.log_prob(y), dense.log_prob(y.flatten(batch)))
-        close(rule.format("`entropy`"), image.entropy(), dense.entropy())
-
 
 def check_image(s: Subject) -> None:
     """Check ``image`` against the dense distribution of W x."""
-    q, contract = s.q, s.contract
+    q = s.q
     matrix, covariance = s.matrices
     out, size = matrix.shape[-2:]
     ones = tuple(1 for _ in q.batch_shape)
@@ -44,28 +28,32 @@ def check_image(s: Subject) -> None:
         of_outputs = torch.einsum("...iajb,...a,...b->...ij", covariance, x, x)
         image = q.image(x)
         shapes = image.batch_shape + image.event_shape, image.event_shape
-        contract.equal("`image(x)` has the event (out,)", shapes, (mean.shape, torch.Size([out])))
-        _check_outputs(s, "`image(x)` has the {} of W x", image, mean, of_outputs)
-    s.check_draws("draws of `image(x)`", lambda: q.image(x).rsample(), mean, of_outputs)
+        s.equal("`image(x)` has the event (out,)", shapes, (mean.shape, torch.Size([out])))
+        for compare in (s.compare, s.compare_densities):
+            compare("{} of `image(x)` agrees with W x", image, mean, of_outputs)
+        if ones:
+            rule = "weights of a batch have independent outputs under a layer, without positions"
+            s.close(rule, q.image_under(DenseMap(), x).covariance_matrix, of_outputs)
+    s.compare_draws("draws of `image(x)`", lambda: q.image(x).rsample(), mean, of_outputs)
     if not ones and s.is_normal:
         several = of_outputs.expand(2, *of_outputs.shape)
         name = "several draws of `image(x)`"
-        s.check_draws(name, lambda: q.image(x).rsample((2,)), mean, several)
+        s.compare_draws(name, lambda: q.image(x).rsample((2,)), mean, several)
     for sample_shape in ((5,), (2, 5)):
         got = tuple(image.rsample(torch.Size(sample_shape)).shape)
-        contract.equal("draws of `image(x)` have their shape", got, (*sample_shape, *mean.shape))
+        s.equal("draws of `image(x)` have their shape", got, (*sample_shape, *mean.shape))
     zero = torch.zeros_like(x).requires_grad_()
-    inputs = [zero, *(leaf.value for leaf in contract.leaves)]
+    inputs = [zero, *(leaf.value for leaf in s.leaves)]
     drawn = q.image(zero).rsample()
     found = torch.autograd.grad(drawn.sum(), inputs, retain_graph=True, materialize_grads=True)
     finite = all(bool(gradient.isfinite().all()) for gradient in found)
-    contract.equal("`image` of zeros has finite gradients", finite, True)
-    contract.close("`image` of zeros is zero", drawn / 1e6, torch.zeros_like(drawn), False)
+    s.equal("`image` of zeros has finite gradients", finite, True)
+    s.close("`image` of zeros is zero", drawn / 1e6, torch.zeros_like(drawn), False)
     for kind, wrong, start in (
         ("size", torch.zeros(7, size + 1), f"`x` must have shape (*batch, in) with in = {size}"),
         ("dtype", x.float(), "`x` must have the dtype of"),
     ):
-        contract.refuses(f"`image` refuses another {kind}", partial(q.image, wrong), start)
+        s.refuses(f"`image` refuses another {kind}", partial(q.image, wrong), start)
 
 
 def check_spread(s: Subject) -> None:
@@ -78,7 +66,7 @@ def check_spread(s: Subject) -> None:
         root[..., 0] = 0  # without an inverse
         moment = root @ root.mT
         expected = torch.einsum("iajb,...ab->...ij", covariance, moment)
-        s.contract.close("`spread(S)` is E[(W - M) S (W - M)']", s.q.spread(moment), expected)
+        s.close("`spread(S)` is E[(W - M) S (W - M)']", s.q.spread(moment), expected)
 
 
 def check_rows(s: Subject) -> None:
@@ -88,9 +76,9 @@ def check_rows(s: Subject) -> None:
     index = torch.tensor([[0, s.q.event_shape[0] - 1, 0]])
     rows = s.q.rows(index)
     if rows is not None:
-        s.contract.close("`rows(index)` has the means of the rows", rows.mean, s.mean[index])
+        s.close("`rows(index)` has the means of the rows", rows.mean, s.mean[index])
         variance = s.covariance.diagonal().reshape(s.mean.shape)[index]
-        s.contract.close("`rows(index)` has the variances of the rows", rows.variance, variance)
+        s.close("`rows(index)` has the variances of the rows", rows.variance, variance)
 
 
 def check_layers(s: Subject) -> None:
@@ -98,13 +86,6 @@ def check_layers(s: Subject) -> None:
     if not s.q.batch_shape:
         for layer in _layers_for(tuple(s.q.event_shape)):
             _check_layer(s, layer)
-        return
-    matrix, covariance = s.matrices
-    x = torch.randn(2, *(1 for _ in s.q.batch_shape), matrix.shape[-1])
-    image = s.q.image_under(DenseMap(), x)
-    expected = torch.einsum("...iajb,...a,...b->...ij", covariance, x, x)
-    rule = "weights of a batch have independent outputs under a layer, without positions"
-    s.contract.close(rule, image.covariance_matrix, expected)
 
 
 @dataclass(frozen=True)
@@ -134,10 +115,8 @@ class _Layer:
 
     def places(self, outputs: Tensor, out: int) -> tuple[Tensor, Tensor]:
         """Return the channel and the position of each of the E elements of an event."""
-        dim, event = (
-            self.linear_map.channel_dim,
-            outputs.shape[-self.linear_map.event_dim(outputs) :],
-        )
+        dim = self.linear_map.channel_dim
+        event = outputs.shape[-self.linear_map.event_dim(outputs) :]
         positions = [*event]
         positions.pop(dim)
         position = torch.arange(event.numel() // out).reshape(positions).unsqueeze(dim)
@@ -147,25 +126,25 @@ class _Layer:
 
 def _check_layer(s: Subject, layer: _Layer) -> None:
     """Check moments, density and draws of a layer's outputs, in each way that the weight offers."""
-    q, contract, name = s.q, s.contract, layer.name
+    q, name = s.q, layer.name
     matrix, _ = s.matrices
     out = len(matrix)
     x = torch.randn(layer.x_shape).requires_grad_()
     linear_map, seen = layer.of_weight(q, x)
     ways = q.ways_to_apply(linear_map, seen)
-    contract.equal(f"`ways_to_apply` offers a drawn weight to {name}", "weight" in ways, True)
+    s.equal(f"`ways_to_apply` offers a drawn weight to {name}", "weight" in ways, True)
     mean, operator = layer.operator(x, matrix)
     covariance = operator @ s.covariance @ operator.mT  # of one weight at all positions
     found = q.image_variance(linear_map, seen, mean)
     diagonal = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
-    contract.close(f"`image_variance` is the variance of {name}", found, diagonal)
+    s.close(f"`image_variance` is the variance of {name}", found, diagonal)
     if s.is_normal and isinstance(q, FactoredWeight) and linear_map.groups == 1:
         _, size = draw_with_noise(q.rsample, None)
         noise = torch.randn(size)
         weight, _ = draw_with_noise(q.rsample, noise)
         applied, _ = draw_with_noise(lambda: q.draw_factored().apply(linear_map, seen), noise)
         expected = linear_map(seen, q.as_matrix(weight))
-        contract.close(f"`draw_factored` applies one draw in {name}", applied, expected)
+        s.close(f"`draw_factored` applies one draw in {name}", applied, expected)
     if "outputs" not in ways:
         return
     channel, position = layer.places(mean, out)
@@ -177,15 +156,16 @@ def _check_layer(s: Subject, layer: _Layer) -> None:
         covariance = covariance + scale.square().diag()[channel][:, channel]
     image = q.image_under(linear_map, seen, bias)
     found_shape = image.batch_shape + image.event_shape
-    contract.equal(f"the outputs of {name} have their shape", found_shape, mean.shape)
+    s.equal(f"the outputs of {name} have their shape", found_shape, mean.shape)
     if not q.has_exact_positions:  # the covariance between positions is that of shared noise
         between = image.covariance_matrix
         if s.shared is not None:
             between = operator @ s.shared @ operator.mT
         covariance = torch.where(position == position.unsqueeze(-1), covariance, between)
-    _check_outputs(s, f"outputs of {name} have their {{}}", image, mean, covariance)
+    for compare in (s.compare, s.compare_densities):
+        compare(f"{{}} of {name} agrees with the weight", image, mean, covariance)
     draw = lambda: q.image_under(*layer.of_weight(q, x), bias).rsample()  # noqa: E731
-    s.check_draws(f"drawn outputs of {name}", draw, mean, covariance)
+    s.compare_draws(f"drawn outputs of {name}", draw, mean, covariance)
 
 
 def _layers_for(event_shape: tuple[int, ...]) -> Iterator[_Layer]:
@@ -205,7 +185,8 @@ def _layers_for(event_shape: tuple[int, ...]) -> Iterator[_Layer]:
     if len(event_shape) > 2:
         channels, *lengths = kernel = event_shape[1:]
         space = [length + 1 for length in lengths]
-        map_of = partial(ConvolutionMap, CONVOLUTIONS[len(lengths)], kernel)
+        function = (F.conv1d, F.conv2d, F.conv3d)[len(lengths) - 1]
+        map_of = partial(ConvolutionMap, function, kernel)
         yield _Layer("a convolution", map_of(padding=1, stride=2), (2, channels, *space))
         yield _Layer("a convolution, one input", map_of(), (channels, *space), "known")
         if out % 2 == 0:

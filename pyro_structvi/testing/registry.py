@@ -48,89 +48,81 @@ class GuideVariant:
         return self.guide(model, **{**self.options, **options})
 
 
-def variants(
-    guide: Callable[..., StructuredGuide], *rows: tuple[str, tuple[Place, ...], dict[str, Any]]
-) -> list[GuideVariant]:
-    """Return a guide under several names, each with places and options."""
-    return [GuideVariant(name, guide, options, used_in) for name, used_in, options in rows]
-
-
 ENSEMBLE_U, FULL_U = {"inducing_posterior": "ensemble"}, {"inducing_posterior": "full"}
-SMALL: dict[str, Any] = {"inducing_shape": (3, 2)}
-APART = {"join_bias": False}  # biases
+SMALL, DEMO_U, LARGE = ({"inducing_shape": shape} for shape in ((3, 2), (16, 16), (64, 64)))
+JOINED, APART = {"join_bias": True}, {"join_bias": False}  # biases
+CONSTANT: dict[str, Any] = {"diagonal": "constant"}
 
 # Guides with a density over weights.
-GUIDES: list[GuideVariant] = [
-    *variants(
-        MeanFieldGuide,
-        ("mean field, drawn", DEMO + BENCHMARKS, {"local_reparam": False}),
-        ("mean field", EVERYWHERE, {}),
-        ("mean field, flipout", BENCHMARKS, {"local_reparam": "flipout"}),
+GUIDES = [
+    GuideVariant("mean field, drawn", MeanFieldGuide, {"local_reparam": False}, DEMO + BENCHMARKS),
+    GuideVariant("mean field", MeanFieldGuide),
+    GuideVariant("mean field, flipout", MeanFieldGuide, {"local_reparam": "flipout"}, BENCHMARKS),
+    GuideVariant("k-tied", KTiedGuide, APART, TESTS),
+    GuideVariant("k-tied, joined", KTiedGuide, JOINED, TESTS),
+    GuideVariant("k-tied, k = 1", KTiedGuide, {"rank": 1, **APART}, DEMO + BENCHMARKS),
+    GuideVariant("k-tied, k = 2", KTiedGuide, {"rank": 2, **APART}, DEMO + BENCHMARKS),
+    GuideVariant("matrix normal", MatrixNormalGuide, APART, TESTS + BENCHMARKS),
+    GuideVariant("matrix normal, joined", MatrixNormalGuide, JOINED, TESTS + DEMO),
+    GuideVariant("eigenbasis", EigenbasisGuide),
+    GuideVariant(
+        "eigenbasis in blocks, not joined", EigenbasisGuide, {"block_size": 2, **APART}, TESTS
     ),
-    *variants(
-        KTiedGuide,
-        ("k-tied", TESTS, APART),
-        ("k-tied, joined", TESTS, {"join_bias": True}),
-        ("k-tied, k = 1", DEMO + BENCHMARKS, {"rank": 1, **APART}),
-        ("k-tied, k = 2", DEMO + BENCHMARKS, {"rank": 2, **APART}),
+    GuideVariant(
+        *("mixture of 5, k-tied", MixtureGuide),
+        *({"make_guide": KTiedGuide, "size": 5}, DEMO + BENCHMARKS),
     ),
-    *variants(
-        MatrixNormalGuide,
-        ("matrix normal", TESTS + BENCHMARKS, APART),
-        ("matrix normal, joined", TESTS + DEMO, {"join_bias": True}),
+    GuideVariant("rowwise", RowwiseGuide, APART, TESTS + BENCHMARKS),
+    GuideVariant("rowwise, joined", RowwiseGuide, JOINED, TESTS + DEMO),
+    GuideVariant("low rank", AutoLowRankLRT, {"rank": 2, **CONSTANT, **APART}, TESTS),
+    GuideVariant(
+        "low rank and full diagonal, joined", AutoLowRankLRT, {"rank": 2, **JOINED}, TESTS
     ),
-    *variants(
-        EigenbasisGuide,
-        ("eigenbasis", EVERYWHERE, {}),
-        ("eigenbasis in blocks, not joined", TESTS, {"block_size": 2, **APART}),
+    GuideVariant("low rank, K = 1", AutoLowRankLRT, {"rank": 1, **CONSTANT, **APART}, BENCHMARKS),
+    GuideVariant("low rank, K = 2", AutoLowRankLRT, {"rank": 2, **CONSTANT, **APART}, BENCHMARKS),
+    GuideVariant("low rank, K = 5", AutoLowRankLRT, {"rank": 5, **CONSTANT, **APART}, BENCHMARKS),
+    GuideVariant(
+        "low rank, K = 5, joined", AutoLowRankLRT, {"rank": 5, **CONSTANT, **JOINED}, DEMO
     ),
-    *variants(
-        MixtureGuide,
-        ("mixture of 5, k-tied", DEMO + BENCHMARKS, {"make_guide": KTiedGuide, "size": 5}),
+    GuideVariant(
+        "low rank, full diagonal", AutoLowRankLRT, {"rank": 5, "diagonal": "full", **JOINED}, DEMO
     ),
-    *variants(
-        RowwiseGuide,
-        ("rowwise", TESTS + BENCHMARKS, APART),
-        ("rowwise, joined", TESTS + DEMO, {"join_bias": True}),
+    GuideVariant(
+        *("inducing weights, ensemble", InducingWeightGuide),
+        *({**SMALL, **ENSEMBLE_U, "ensemble_size": 3}, TESTS),
     ),
-    *variants(
-        AutoLowRankLRT,
-        ("low rank", TESTS, {"rank": 2, "diagonal": "constant", **APART}),
-        ("low rank and full diagonal, joined", TESTS, {"rank": 2, "join_bias": True}),
-        ("low rank, K = 1", BENCHMARKS, {"rank": 1, "diagonal": "constant", **APART}),
-        ("low rank, K = 2", BENCHMARKS, {"rank": 2, "diagonal": "constant", **APART}),
-        ("low rank, K = 5", BENCHMARKS, {"rank": 5, "diagonal": "constant", **APART}),
-        ("low rank, K = 5, joined", DEMO, {"rank": 5, "diagonal": "constant", "join_bias": True}),
-        ("low rank, full diagonal", DEMO, {"rank": 5, "diagonal": "full", "join_bias": True}),
+    GuideVariant(
+        "Ensemble-U", InducingWeightGuide, {**DEMO_U, **ENSEMBLE_U, "ensemble_size": 5}, DEMO
     ),
-    *variants(
-        InducingWeightGuide,
-        ("inducing weights, ensemble", TESTS, {**SMALL, **ENSEMBLE_U, "ensemble_size": 3}),
-        ("Ensemble-U", DEMO, {"inducing_shape": (16, 16), **ENSEMBLE_U, "ensemble_size": 5}),
-        ("inducing weights", TESTS, SMALL),
-        ("FFG-U", DEMO, {"inducing_shape": (16, 16)}),
-        ("FFG-U, 64 x 64", DEMO, {"inducing_shape": (64, 64)}),
-        ("inducing 64", BENCHMARKS, {"inducing_shape": (64, 64)}),
-        ("inducing 64, drawn", BENCHMARKS, {"inducing_shape": (64, 64), "local_reparam": False}),
-        ("inducing weights, full, not joined", TESTS, {**SMALL, **FULL_U, **APART}),
-        ("FCG-U", DEMO, {"inducing_shape": (16, 16), **FULL_U, "join_bias": True}),
+    GuideVariant("inducing weights", InducingWeightGuide, SMALL, TESTS),
+    GuideVariant("FFG-U", InducingWeightGuide, DEMO_U, DEMO),
+    GuideVariant("FFG-U, 64 x 64", InducingWeightGuide, LARGE, DEMO),
+    GuideVariant("inducing 64", InducingWeightGuide, LARGE, BENCHMARKS),
+    GuideVariant(
+        "inducing 64, drawn", InducingWeightGuide, {**LARGE, "local_reparam": False}, BENCHMARKS
     ),
-    *variants(FullCovarianceGuide, ("full covariance", EVERYWHERE, {})),
+    GuideVariant(
+        *("inducing weights, full, not joined", InducingWeightGuide),
+        *({**SMALL, **FULL_U, **APART}, TESTS),
+    ),
+    GuideVariant("FCG-U", InducingWeightGuide, {**DEMO_U, **FULL_U, **JOINED}, DEMO),
+    GuideVariant("full covariance", FullCovarianceGuide),
 ]
 
 # Guides with dependent layers: a single weight has no distribution.
-LAYERED = variants(GlobalInducingGuide, ("global inducing", DEMO + BENCHMARKS, {}))
+LAYERED = [GuideVariant("global inducing", GlobalInducingGuide, {}, DEMO + BENCHMARKS)]
 
 # Guides of points, without a density over weights.
-POINTS: list[GuideVariant] = [
-    *variants(MAPGuide, ("points", TESTS, {}), ("MAP", DEMO + BENCHMARKS, {})),
-    *variants(
-        EnsembleGuide,
-        ("Ensemble-W", DEMO, {"size": 5}),
-        ("ensemble of 5", BENCHMARKS, {"size": 5}),
-        ("ensemble of 5, in turn", BENCHMARKS, {"size": 5, "vectorize": False}),
+POINTS = [
+    GuideVariant("points", MAPGuide, {}, TESTS),
+    GuideVariant("MAP", MAPGuide, {}, DEMO + BENCHMARKS),
+    GuideVariant("Ensemble-W", EnsembleGuide, {"size": 5}, DEMO),
+    GuideVariant("ensemble of 5", EnsembleGuide, {"size": 5}, BENCHMARKS),
+    GuideVariant(
+        "ensemble of 5, in turn", EnsembleGuide, {"size": 5, "vectorize": False}, BENCHMARKS
     ),
-    *variants(MCDropoutGuide, ("dropout", TESTS, {"rate": 0.2}), ("MC dropout", BENCHMARKS, {})),
+    GuideVariant("dropout", MCDropoutGuide, {"rate": 0.2}, TESTS),
+    GuideVariant("MC dropout", MCDropoutGuide, {}, BENCHMARKS),
 ]
 
 

@@ -86,15 +86,6 @@ def test_all_scores_of_normals():
     assert single.width == pytest.approx(2 * 1.959963984540054 * scale.mean().item(), abs=1e-12)
 
 
-def test_what_a_prediction_must_have():
-    y = torch.randn(4, 1)
-    prediction = normal_prediction(torch.zeros(4, 1), 1.0, y)
-    with pytest.raises(ValueError, match=r"`prediction` must have a log density.*y=y\)"):
-        regression_scores(replace(prediction, log_density=None), y)
-    with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1, but got 0"):
-        regression_scores(prediction, y, level=0)
-
-
 # ---- distances -----------------------------------------------------------------------------------
 
 
@@ -128,7 +119,19 @@ def test_distances_of_shifted_and_stretched_normals():
     assert stretched.wasserstein == pytest.approx(2 * (2 / torch.pi) ** 0.5, rel=5e-3)
 
 
-def test_other_draws_are_refused():
+def test_what_does_not_fit_is_refused():
+    y = torch.randn(4, 1)
+    prediction = normal_prediction(torch.zeros(4, 1), 1.0, y)
+    with pytest.raises(ValueError, match=r"`prediction` must have a log density.*y=y\)"):
+        regression_scores(replace(prediction, log_density=None), y)
+    with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1, but got 0"):
+        regression_scores(prediction, y, level=0)
+    parts = [normal_prediction(torch.zeros(n), 1.0) for n in (3, 8)]
+    with pytest.raises(ValueError, match="`y` must have shape"):
+        conformal_interval(*parts, torch.randn(7))
+    some = torch.full((8, 2), 0.5)
+    with pytest.raises(ValueError, match="`probabilities` must have shape"):
+        conformal_sets(torch.full((4, 4), 0.25), some, torch.zeros(8, dtype=torch.long))
     with pytest.raises(ValueError, match="same inputs, but got 3 and 2 of them"):
         predictive_distance(torch.zeros(5, 3), torch.zeros(5, 2))
     with pytest.raises(ValueError, match="`reference` must hold at least 2 draws at each input"):
@@ -199,12 +202,3 @@ def test_few_examples_give_everything():
     assert torch.equal(low, -high)
     some = torch.full((8, 2), 0.5)
     assert conformal_sets(some[:3], some, torch.zeros(8, dtype=torch.long), 0.9).all()
-
-
-def test_targets_and_classes_must_fit():
-    parts = [normal_prediction(torch.zeros(n), 1.0) for n in (3, 8)]
-    with pytest.raises(ValueError, match="`y` must have shape"):
-        conformal_interval(*parts, torch.randn(7))
-    some = torch.full((8, 2), 0.5)
-    with pytest.raises(ValueError, match="`probabilities` must have shape"):
-        conformal_sets(torch.full((4, 4), 0.25), some, torch.zeros(8, dtype=torch.long))

@@ -33,6 +33,7 @@ from tests.mutation.targets import ROOT, modules, tests_of
 
 IMPORTED_BEFORE_THE_FORK = (pyro, pyro.poutine, scipy.stats)
 QUIET = ("-q", "-p", "no:cacheprovider")
+TIMEOUT = 120  # CPU seconds for one mutant
 
 
 class MutatedModule(importlib.machinery.SourceFileLoader):
@@ -59,15 +60,11 @@ class Failures:
         self.patterns, self.failed = patterns, []
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if self._selects(item.nodeid)]
+        items[:] = [item for item in items if self._selects(*item.nodeid.split("::", 1))]
 
-    def _selects(self, nodeid):
-        file, _, name = nodeid.partition("::")
-        return any(
-            re.search(pattern, name)
-            for path, pattern in self.patterns.items()
-            if file == path.partition("::")[0] or file.startswith(path + "/")
-        )
+    def _selects(self, file, name):
+        files = {path.partition("::")[0]: pattern for path, pattern in self.patterns.items()}
+        return re.search(files[file], name) is not None
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -78,7 +75,7 @@ class Failures:
             self.failed.append("import")
 
 
-def run_tests(tests, mutant, timeout, answer):
+def run_tests(tests, mutant, answer, timeout):
     """Run tests in this process, to the first failure of a mutant; send exit status and failures."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout + 1))
@@ -94,11 +91,11 @@ def run_tests(tests, mutant, timeout, answer):
     os._exit(0)
 
 
-def outcome(tests, mutant, timeout):
+def outcome(tests, mutant=None, timeout=TIMEOUT):
     """Return what a forked process found: a word, and the tests that failed."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=run_tests, args=(tests, mutant, timeout, there))
+    child = context.Process(target=run_tests, args=(tests, mutant, there, timeout))
     child.start()
     there.close()
     answered = here.poll(5 * timeout)  # as other processes may be running
@@ -118,12 +115,12 @@ def outcome(tests, mutant, timeout):
     return "killed", failed or ["import"]  # a file of fixtures that cannot be imported
 
 
-def run(mutants, timeout):
+def run(mutants):
     """Test the mutants, and return a record of each."""
     records = []
     for mutant in mutants:
         start = time.perf_counter()
-        word, failed = outcome(tests_of(mutant.module), mutant, timeout)
+        word, failed = outcome(tests_of(mutant.module), mutant)
         seconds = round(time.perf_counter() - start, 1)
         records.append(asdict(mutant) | {"outcome": word, "tests": failed, "seconds": seconds})
         print(
@@ -135,11 +132,11 @@ def run(mutants, timeout):
     return records
 
 
-def check_killers(records, timeout):
+def check_killers(records):
     """Call a record void if its test fails without a mutation too, and say so."""
-    tests = {test: "" for record in records for test in record["tests"]}
-    tests = {test: "" for test in tests if test not in {"import", "crash"}}
-    word, failed = outcome(tests, None, 5 * timeout) if tests else ("survived", [])
+    killers = {test for record in records for test in record["tests"]} - {"import", "crash"}
+    tests = dict.fromkeys(sorted(killers), "")
+    word, failed = outcome(tests, timeout=5 * TIMEOUT) if tests else ("survived", [])
     if word == "timeout":
         raise RuntimeError("The tests that killed mutants take too long without one.")
     for record in records:
@@ -164,14 +161,13 @@ def main():
     parser.add_argument("--mutants", type=int, default=120, help="how many, over all modules")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a regular expression for paths of modules")
-    parser.add_argument("--timeout", type=int, default=120, help="CPU seconds for one mutant")
     parser.add_argument("--json", help="where to write the records")
     options = parser.parse_args()
     torch.set_num_threads(1)
     operators()
     mutants = sample(modules(), options.mutants, options.seed)
-    records = run([m for m in mutants if re.search(options.only, m.module)], options.timeout)
-    check_killers(records, options.timeout)
+    records = run([m for m in mutants if re.search(options.only, m.module)])
+    check_killers(records)
     print_table(records)
     if options.json:
         with open(options.json, "w") as file:

@@ -65,22 +65,3 @@ def test_tensors_arrays_and_lists_are_drawn_alike():
     given = [numbers, np.array(numbers, "float32"), torch.tensor(numbers, requires_grad=True)]
     lines = [plots.plot_band(values, values, values).lines[0].get_ydata() for values in given]
     assert [line.tolist() for line in lines] == [numbers] * 3
-
-
-WRONG = (
-    (torch.tensor([True]), "`levels` must hold real numbers, but got a torch.Tensor"),
-    (np.array(["a"]), "`levels` must hold real numbers, but got a ndarray"),
-    ([], r"`levels` must hold at least one number, in 1 .*shape \(0,\)"),
-    (np.ones((2, 2)), r"in 1 dimension, but got the shape \(2, 2\)"),
-    ([1.0, np.nan], "`levels` must be finite everywhere"),
-)
-
-
-def test_other_values_and_mappings_are_refused():
-    for values, message in WRONG:
-        with pytest.raises(ValueError, match=message):
-            plots.plot_coverage(values, [0.5])
-    with pytest.raises(ValueError, match="`label` must be None where `coverage` is a mapping"):
-        plots.plot_coverage([0.5], {"guide": [0.4]}, label="guide")
-    with pytest.raises(ValueError, match="`coverage` must hold at least one entry, but is empty"):
-        plots.plot_coverage([0.5], {})

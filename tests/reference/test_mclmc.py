@@ -17,7 +17,6 @@ from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.chains import Chains, _kick, gradients_of
 from pyro_structvi.reference.draws import bulk_ess, split_r_hat
 from pyro_structvi.reference.log_joint import LogJoint
-from pyro_structvi.reference.mclmc import _interruptible
 from tests.infer.compiled_steps import compiles
 from tests.models import make_regressor, regression_data
 
@@ -183,7 +182,7 @@ def test_a_chain_that_cannot_move_is_left_out(monkeypatch):
     def some_stuck(target, position, *args):
         return stuck(gradients_of(target, position, *args), position, rows)
 
-    monkeypatch.setattr(sys.modules[_interruptible.__module__], "gradients_of", some_stuck)
+    monkeypatch.setattr(sys.modules[sample.__module__], "gradients_of", some_stuck)
     options = {"num_chains": 3, "num_warmup": 300, "thinning": 4, "progress": False}
     rows = [False, True, False]
     with pytest.warns(ps.reference.StuckChainWarning, match="1 of 3 chains are left out"):
@@ -275,32 +274,26 @@ def test_a_compiled_gradient_is_the_gradient():
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
-def test_an_interrupt_keeps_the_draws_so_far(monkeypatch):
+def test_an_interrupt_keeps_the_draws_so_far_if_they_are_enough(monkeypatch):
     model, guide, data = mean_field_of_regression()
     original, calls = Chains.step, []
 
     def step(chains):
         calls.append(chains)
-        if len(calls) == 61:
+        if len(calls) == last:
             raise KeyboardInterrupt
         return original(chains)
 
     monkeypatch.setattr(Chains, "step", step)
     options = {"num_warmup": 50, "num_draws": 50, "num_chains": 2, "progress": False}
+    last = 41
     with pytest.warns(UserWarning, match="Interrupted: the draws are those so far"):
         draws = sample(model, guide, data, **options)
-    assert draws["net.weight"].shape == (12, 1, 3)
-
-
-@pytest.mark.parametrize("name", ["position", "lp"])
-def test_an_interrupt_before_enough_draws_or_between_two_statistics(name):
-    complete = [torch.zeros(2)] * 4
-    stats = {"position": complete, "lp": complete, name: complete[:3]}
-    with pytest.raises(KeyboardInterrupt), _interruptible(stats):
-        raise KeyboardInterrupt
-    stats[name] = [*complete, complete[0]]
-    with pytest.warns(UserWarning, match="Interrupted"), _interruptible(stats):
-        raise KeyboardInterrupt
+    assert draws["net.weight"].shape == (8, 1, 3)
+    calls.clear()
+    last = 40
+    with pytest.raises(KeyboardInterrupt):
+        sample(model, guide, data, **options)
 
 
 @pytest.mark.parametrize("count", [4, 7, 20, 101])

@@ -59,8 +59,8 @@ def little_compiling():
     jax.config.update(name, before)
 
 
-def make_mlp(activation=None, outputs=2):
-    return nn.Sequential(nn.Linear(3, 5), activation or nn.Tanh(), nn.Linear(5, outputs))
+def make_mlp(outputs=2):
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs))
 
 
 def make_data(outputs=2):
@@ -84,14 +84,11 @@ def evaluate_pyro(model, x, y):
 
 
 def evaluate_numpyro(translated, x, y, values):
+    arrays = {name: value.numpy() for name, value in values.items()}
+    # As one function: JAX compiles it once, instead of each operation by itself.
+    log_joint = jax.jit(lambda x, y, arrays: log_density(translated, (x, y), {}, arrays)[0])
     with jax.enable_x64(True):
-        arrays = {name: value.numpy() for name, value in values.items()}
-
-        def log_joint(x, y, arrays):
-            return log_density(translated, (x, y), {}, arrays)[0]
-
-        # As one function: JAX compiles it once, instead of each operation by itself.
-        return jax.jit(log_joint)(x.numpy(), y.numpy(), arrays).item()
+        return log_joint(x.numpy(), y.numpy(), arrays).item()
 
 
 def assert_same_log_joint(model, x, y):
@@ -114,9 +111,6 @@ class Residual(nn.Module):
 
 def add_to_relu_in_place(h):
     return F.relu(h, inplace=True) + h
-
-
-# ---- the log joint -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,21 +167,14 @@ def test_log_joint_agrees_for_each_likelihood(make, outputs, y):
     assert_same_log_joint(model, make_data()[0], y)
 
 
-ACTIVATIONS = [
-    nn.ELU(0.6),
-    nn.GELU(),
-    nn.GELU("tanh"),
-    nn.LeakyReLU(0.3, inplace=True),
-    nn.ReLU(),
-    nn.Sigmoid(),
-    nn.SiLU(),
-    nn.Softplus(beta=2.0, threshold=3.0),
-    nn.Tanh(),
-    nn.Identity(),
-]
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize(
+    "activation",
+    [
+        *(nn.ELU(0.6), nn.GELU(), nn.GELU("tanh"), nn.LeakyReLU(0.3, inplace=True), nn.ReLU()),
+        *(nn.Sigmoid(), nn.SiLU(), nn.Softplus(beta=2.0, threshold=3.0), nn.Tanh(), nn.Identity()),
+    ],
+    ids=str,
+)
 def test_activations_and_their_derivatives_are_torchs(activation):
     # From deep in both tails to the middle; no kink is on the grid.
     grid = torch.cat([torch.linspace(-7, 7, 200), torch.tensor([-800.0, -40, 40, 800])])
@@ -222,8 +209,6 @@ def test_activations_and_their_derivatives_are_torchs(activation):
         lambda h: torch.sigmoid(h) + h.sigmoid() + F.sigmoid(h),
         lambda h: torch.sin(h) * torch.exp(0.1 * h),
         lambda h: h.unsqueeze(-1).squeeze(2).squeeze(1),
-        lambda h: F.leaky_relu(h, 0.2) + F.elu(h, 0.5) + F.silu(h),
-        lambda h: F.gelu(h) + F.gelu(h, approximate="tanh") + F.softplus(h, 2.0, 3.0),
         lambda h: h[:, 1:] * h[:, :1],
         lambda h: F.linear(h, h),
         lambda h: F.dropout(h, 0.5, training=False),
@@ -304,13 +289,10 @@ def sample_inside(h):
     return h + pyro.sample("z", dist.Normal(0.0, 1.0))
 
 
-# ---- what cannot be translated -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (nn.Conv1d(3, 1, 1), r"module 'net' \(Conv1d\) has no translation .*Supported.* ELU.*cat"),
+        (nn.Conv1d(3, 1, 1), r"`conv1d` .* module 'net' \(Conv1d\) has no .*Supported.* cat, div"),
         (
             nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5))),
             r"module 'net\.1\.0' \(LayerNorm\) has no translation",
@@ -342,36 +324,24 @@ def test_models_without_translation_are_refused():
     points = bayesianize(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5)), normalization=False)
     net, data = bayesianize(nn.Linear(3, 1)), (torch.randn(5, 3), torch.randn(5, 1))
     frozen = nn.Linear(3, 1).requires_grad_(False)
-    for model, error, message in (
-        (nn.Linear(3, 1), TypeError, r"must be a Classifier, .* or Regressor, but got"),
-        (Regressor(frozen, 5, 0.3), ValueError, r"no latent site to sample.*bayesianize\(net"),
-        (
-            Regressor(net, 5, 0.3, standardize=data),
-            NotImplementedError,
-            "`standardize` must be None",
-        ),
-        (
-            Classifier(net, 5, class_weights=torch.ones(1)),
-            NotImplementedError,
-            "`class_weights` must be None",
-        ),
+    with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got"):
+        to_numpyro(nn.Linear(3, 1))
+    with pytest.raises(ValueError, match=r"no latent site to sample.*bayesianize\(net"):
+        to_numpyro(Regressor(frozen, 5, 0.3))
+    for model, message in (
+        (Regressor(net, 5, 0.3, standardize=data), "`standardize` must be None"),
+        (Classifier(net, 5, class_weights=torch.ones(1)), "`class_weights` must be None"),
         (
             make_regressor(nn.Linear(3, 1), dist.Gumbel(0.0, 1.0)),
-            NotImplementedError,
             r"site 'net\.weight' is a Gumbel, .* Supported are Beta, .*Uniform",
         ),
-        (
-            Regressor(by_hand, NUM_DATA, 0.3),
-            NotImplementedError,
-            r"site 'net\.weight' is a function of its modul",
-        ),
+        (Regressor(by_hand, NUM_DATA, 0.3), r"site 'net\.weight' is a function of its modul"),
         (
             Regressor(points, NUM_DATA, 0.3),
-            NotImplementedError,
             r"module 'net\.1' \(LayerNorm\) has point estimates, \['weight', 'bias'\].*freeze",
         ),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(NotImplementedError, match=message):
             to_numpyro(model)
 
 
