@@ -223,19 +223,19 @@ class EigenbasisGuide(StructuredGuide):
 
 def num_angles(size: int, block_size: int) -> int:
     """Return the number of angles of :func:`block_rotation`."""
-    return sum(each * (each - 1) // 2 for each in _blocks(size, block_size))
+    whole, rest = divmod(size, block_size)
+    return (whole * block_size * (block_size - 1) + rest * (rest - 1)) // 2
 
 
 def block_rotation(angles: Tensor, size: int, block_size: int) -> Tensor:
     """Return the block diagonal of Cayley transforms of ``angles (num_angles(size, block_size),)``."""
-    sizes = _blocks(size, block_size)
-    whole = sizes.count(block_size)
-    split = whole * block_size * (block_size - 1) // 2
+    whole, rest = divmod(size, block_size)
+    split = whole * num_angles(block_size, block_size)
     blocks: list[Tensor] = []
     if whole:
         blocks += cayley(angles[:split].view(whole, split // whole), block_size)
-    if whole < len(sizes):
-        blocks.append(cayley(angles[split:], sizes[-1]))
+    if rest:
+        blocks.append(cayley(angles[split:], rest))
     rotation: Tensor = torch.block_diag(*blocks)
     return rotation
 
@@ -249,8 +249,3 @@ def cayley(angles: Tensor, size: int) -> Tensor:
     skew, identity = lower - lower.mT, identity_like(lower)
     rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew)
     return rotation.to(angles.dtype)
-
-
-def _blocks(size: int, block_size: int) -> list[int]:
-    whole, rest = divmod(size, block_size)
-    return [block_size] * whole + [rest] * bool(rest)

@@ -229,8 +229,7 @@ class SameMember(Coupling):
 
     def _members(self, at: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the members ``(K, ...)`` of each site in ``at``."""
-        own = {name: at[name] for name in self.sites if name in at}
-        return {name: q.members for name, q in own.items()}
+        return {name: at[name].members for name in self.sites if name in at}
 
 
 @couple.register

@@ -8,7 +8,13 @@ import torch
 from pyro.distributions import TransformedDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Independent, kl_divergence, register_kl
+from torch.distributions import (
+    ComposeTransform,
+    Distribution,
+    Independent,
+    kl_divergence,
+    register_kl,
+)
 
 from pyro_structvi.linalg.matrices import event_sum
 from pyro_structvi.linalg.quadrature import gauss_hermite
@@ -16,9 +22,8 @@ from pyro_structvi.sites.family import DEFAULTS, Family
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 
-_NODES = (
-    32  # exact for polynomials of degree 63 in the normal; of exp(z), to 1e-12 up to a scale of 1
-)
+# Exact for polynomials of degree 63 in the normal; of exp(z), to 1e-12 up to a scale of 1.
+_NODES = 32
 
 
 class TransformedNormal(TransformedDistribution):
@@ -44,9 +49,7 @@ class TransformedNormal(TransformedDistribution):
         """Return the values ``(count, *shape)`` at standard normal nodes ``(count,)``."""
         normal = self.base_dist
         value = normal.mean + normal.stddev * nodes.reshape(-1, *(1 for _ in normal.mean.shape))
-        for transform in self.transforms:
-            value = transform(value)
-        found: Tensor = value
+        found: Tensor = ComposeTransform(self.transforms)(value)
         return found
 
 
@@ -66,11 +69,9 @@ def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
     nodes, weights = (
         part.reshape(-1, *[1] * normal.mean.dim()) for part in gauss_hermite(_NODES, normal.mean)
     )
-    value = normal.mean + normal.stddev * nodes
-    log_derivative = torch.zeros_like(value)
-    for transform in q.transforms:
-        before, value = value, transform(value)
-        log_derivative = log_derivative + transform.log_abs_det_jacobian(before, value)
+    z, transform = normal.mean + normal.stddev * nodes, ComposeTransform(q.transforms)
+    value = transform(z)
+    log_derivative = transform.log_abs_det_jacobian(z, value)
     expected = (weights * (element.log_prob(value) + log_derivative)).sum(0)
     entropy = normal.stddev.log() + 0.5 * math.log(2 * math.pi * math.e)
     return event_sum(-expected - entropy, len(q.event_shape))
@@ -100,10 +101,8 @@ class TransformedMeanField(Family):
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         unconstrained = bijection_onto(site.support).inv(loc).clone()
-        return {
-            "loc": unconstrained,
-            "log_scale": torch.full_like(unconstrained, scale).log(),
-        }
+        log_scale = torch.full_like(unconstrained, scale).log()
+        return {"loc": unconstrained, "log_scale": log_scale}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> Any:
         loc, scale = parameters["loc"], parameters["log_scale"].exp()
