@@ -1,14 +1,18 @@
-"""The structure of the package: what may import what, private parts, lengths and names of files."""
+"""The package as a whole: imports, private parts, lengths and names of files, versions."""
 
 import ast
 import importlib
 import inspect
 import re
 import subprocess
+import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+import pyro_structvi as ps
 from tests.mutation import targets
 
 PACKAGE = Path(__file__).parents[1] / "pyro_structvi"
@@ -146,3 +150,32 @@ def test_mutated_modules_exist_and_have_tests():
         str(Path(m).parent).removeprefix("pyro_structvi/") for m in modules
     }
     assert all(targets.tests_of(module) for module in modules)
+
+
+@pytest.mark.slow
+def test_importing_needs_no_optional_package():
+    """As ``.ci/run`` looks at the wheel."""
+    code = (
+        "import sys; from pyro_structvi import *; "
+        "optional = {'arviz', 'botorch', 'jax', 'lightning', 'matplotlib', 'numpyro', 'scipy', "
+        "'peft', 'scoringrules', 'sklearn', 'torchmetrics', 'transformers'}; "
+        "assert not optional & set(sys.modules), optional & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [("CITATION.cff", r"^version: (\S+)$"), ("README.md", r"^  version = {(\S+)},$")],
+)
+def test_a_citation_has_the_version_of_the_package(file, pattern):
+    text = (Path(__file__).parents[1] / file).read_text()
+    assert re.search(pattern, text, re.MULTILINE)[1] == ps.__version__
+
+
+def test_public_names_exist():
+    assert {name for name in ps.__all__ if getattr(ps, name) is None} == set()
+    for name in ("diagnostics", "metrics", "plots", "reference"):
+        assert getattr(ps, name).__name__ == f"pyro_structvi.{name}"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        ps.nothing  # noqa: B018

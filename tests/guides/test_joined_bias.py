@@ -18,8 +18,8 @@ from pyro_structvi.sites.finding import UnusedSiteWarning
 from pyro_structvi.testing import check_family
 from pyro_structvi.weights.lazy import DelayDraws, LazySlice
 from tests import dense_oracles as dense
-from tests.exact_means import exact_mean
 from tests.models import make_regressor, regression_data
+from tests.unit_noise import exact_mean
 
 JOINED = LowRank(rank=2, diagonal="full", join_bias=True)
 
