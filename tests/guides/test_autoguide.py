@@ -406,10 +406,11 @@ def test_every_start_of_pyro_serves():
 
 
 def test_supports_of_fewer_dimensions():
+    correlations = dist.ImproperUniform(constraints.corr_cholesky, (), (4, 4))
     for prior, size in (
         (dist.Dirichlet(torch.ones(4)), 3),
         (dist.LKJCholesky(3), 3),
-        (dist.ImproperUniform(constraints.corr_cholesky, (), (4, 4)), 6),
+        (correlations, 6),
     ):
         model = lambda prior=prior: pyro.sample("z", prior)  # noqa: E731
         guide = ps.MeanFieldGuide(model)

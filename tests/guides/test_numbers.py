@@ -19,8 +19,7 @@ from pyro_structvi.families import (
     PointEstimate,
 )
 from pyro_structvi.sites.report import _HEAD
-from pyro_structvi.testing import GUIDES, LAYERED, POINTS
-from tests.guide_cases import GUIDES, POINTS
+from pyro_structvi.testing import GUIDES, LAYERED, POINTS, guides_for, points_for
 from tests.models import linear_function, make_regressor, regression_data
 from tests.recorded_sizes import RecordsSizes
 
@@ -121,39 +120,25 @@ def test_a_subnetwork_and_factored_layers_count_their_own():
     assert count(model, ps.StructuredGuide(model, {"*": MeanField()})) == 4 * 16
 
 
-def make_images():
+def test_estimates_and_reports_have_each_parameter_of_every_structure():
+    """Each of its numbers once, with the scale at which it starts, before it is made and after."""
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 3))
-    return ps.Classifier(ps.bayesianize(net, prior=1.0), 12)
-
-
-def test_the_estimate_is_that_of_the_guide():
-    model = make_images()
-    for name, make_guide in (GUIDES | POINTS).items():
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0), 12)
+    data = torch.randn(12, 1, 3, 3), torch.randint(3, (12,))
+    for name, make_guide in (guides_for("tests") | points_for("tests")).items():
         estimate, guide = ps.estimate_memory(make_guide, model), make_guide(model)
-        assert estimate.total == sum(value.numel() for value in guide.parameters()), name
-        for site in guide.site_names:
-            own = sum(value.numel() for value in guide[site].parameters())
-            assert estimate.parameters.get(site, own) == own, name
+        for site in estimate.parameters.keys() & {*guide.site_names}:
+            assert estimate.parameters[site] == count(guide[site]), name
+        assert estimate.total == count(guide), name
         stored = [*guide.parameters(), *guide.buffers()]
         assert estimate.parameter_bytes == sum(v.numel() * v.element_size() for v in stored), name
-
-
-def test_training_takes_the_parameters_four_times():
-    dtype = torch.float32
-    net = nn.Linear(40, 30, dtype=dtype)
-    model = ps.Classifier(ps.bayesianize(net, prior=1.0), 12)
-    guide = ps.MeanFieldGuide(model)
-    optimizer = torch.optim.Adam(guide.parameters())
-    loss = ps.StructuredELBO()(model, guide)(
-        torch.randn(12, 40, dtype=dtype), torch.randint(3, (12,))
-    )
-    loss.backward()
-    optimizer.step()
-    held = [*guide.parameters(), *(value.grad for value in guide.parameters())]
-    held += [v for state in optimizer.state.values() for v in state.values() if v.dim()]
-    assert ps.estimate_memory(ps.MeanFieldGuide, model).training_bytes == sum(
-        value.numel() * value.element_size() for value in held
-    )
+        report = guide.report(*data).parameters
+        assert sorted(each.name for each in report) == sorted(guide.site_names), name
+        assert all(each.scale is None or 0 < each.scale < 1 for each in report), name
+        own = sum(count(posterior) for posterior in guide.posteriors.values())
+        assert sum(each.parameters for each in report) == own, name
+    estimate = ps.estimate_memory(ps.MeanFieldGuide, model)
+    assert estimate.training_bytes == 4 * estimate.parameter_bytes  # gradients, Adam's two moments
 
 
 def test_nothing_is_allocated_and_limits_hold():
@@ -258,18 +243,6 @@ def test_points_and_joined_biases_and_weights_that_are_drawn_together():
     # The scale given the shared draw would be too small.
     kinds = {(each.posterior, each.scale, each.drawn) for each in weights}
     assert kinds == {("InducingWeights", None, "outputs")}
-
-
-def test_every_structure_is_reported():
-    """Each of its numbers once, with the scale at which it starts."""
-    model, data = make_regressor(), regression_data()
-    for name, make_guide in (GUIDES | POINTS).items():
-        guide = make_guide(model)
-        report = guide.report(*data).parameters
-        assert sorted(each.name for each in report) == sorted(guide.site_names), name
-        assert all(each.scale is None or 0 < each.scale < 1 for each in report), name
-        own = (value for posterior in guide.posteriors.values() for value in posterior.parameters())
-        assert sum(each.parameters for each in report) == sum(map(torch.numel, own)), name
 
 
 def test_frozen_parameters_are_not_copied_to_be_put_back(monkeypatch):

@@ -1,7 +1,7 @@
-"""Optima of guides on linear regressions against closed forms; memory of factors and full covariances.
+"""Optima of guides on linear regressions against closed forms; memory of low rank and covariances.
 
-With noise s_i of output i and prior deviations p, the rows of the weight are independent in the posterior,
-row i with the covariance ``(X'X / s_i^2 + diag(p)^-2)^-1``, a matrix normal where all s_i are equal.
+With noise s_i of output i and prior deviations p, rows of the weight are independent in the posterior, row
+i with the covariance ``(X'X / s_i^2 + diag(p)^-2)^-1``, a matrix normal where all s_i are equal.
 
 For a posterior covariance with eigenpairs ``(l_i, u_i)``, ``l_1 >= ... >= l_D``, the covariance of rank K
 plus ``s^2 I`` that is nearest in KL(q || posterior) keeps the first K eigenpairs and has the harmonic mean
@@ -225,7 +225,9 @@ def test_a_layer_that_takes_too_much_is_refused_before_anything_large_is_allocat
     make_guide, family, sizes, message, size
 ):
     """Parameters, gradients and two moments are 4 (D + D (D + 1) / 2) numbers, factors 2 D^2."""
-    remedy = r"allows 8 GiB\. Use AutoLowRankLRT, or .*\{'net\.weight': LowRank.* larger `max_memory`"
+    remedy = (
+        r"allows 8 GiB\. Use AutoLowRankLRT, or .*\{'net\.weight': LowRank.* larger `max_memory`"
+    )
     model = ps.Classifier(ps.bayesianize(nn.Linear(*sizes), prior=1.0), num_data=10).float()
     with pytest.raises(MemoryError, match=f"{message}.*{remedy}"):
         make_guide(model, join_bias=True)
