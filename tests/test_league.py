@@ -260,43 +260,36 @@ def test_draws_of_functions_have_the_moments_that_the_package_predicts(
 
 
 @pytest.mark.slow
-def test_the_guide_with_the_better_bound_is_kept(monkeypatch):
-    """Parameters of the worse one, which have the same names, are not read in its place."""
-    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.01, 0.1), (20.0, 0.1)))
-    torch.manual_seed(0)
-    problem = league_problems.linear_regression()
-    options = SimpleNamespace(steps=30, smoke=True)
-    model, guide, found = pyro_peers.autoguide(AutoNormal, problem, options)
-    with torch.no_grad():
-        again = -Trace_ELBO(num_particles=200).loss(model, guide, problem.x, problem.y)
-    assert again == pytest.approx(found["ELBO"], rel=0.1)
-    assert found["gap to the evidence"] == pytest.approx(problem.evidence - found["ELBO"])
+def test_autonormal_is_kept_with_the_better_bound_and_finds_the_best_independent_normals(
+    monkeypatch,
+):
+    """Of a normal posterior: its means, and the diagonal of its precision; so does mean field.
 
-
-@pytest.mark.slow
-def test_autonormal_finds_the_best_independent_normals(monkeypatch):
-    """Of a normal posterior: its means, and the diagonal of its precision; so does mean field."""
-    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.03, 0.01),))
+    Parameters of the worse guide, which have the same names, are not read in its place.
+    """
+    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.03, 0.01), (20.0, 0.1)))
     torch.manual_seed(0)
     problem = league_problems.linear_regression()
     mean, covariance = conjugate_posterior(problem)
     best = torch.linalg.inv(covariance).diagonal() ** -0.5
-    _, guide, found = pyro_peers.autoguide(
-        AutoNormal, problem, SimpleNamespace(steps=4000, smoke=0)
-    )
+    options = SimpleNamespace(steps=4000, smoke=0)
+    model, guide, found = pyro_peers.autoguide(AutoNormal, problem, options)
     loc, scale = (
-        torch.cat([
-            getattr(getattr(guide, kind).net, name).flatten() for name in ("weight", "bias")
-        ])
-        for kind in ("locs", "scales")
+        torch.cat([getattr(part.net, name).flatten() for name in ("weight", "bias")])
+        for part in (guide.locs, guide.scales)
     )
     assert ((loc - mean).abs() / best).max() < 0.5
     assert (scale / best).log().abs().max() < 0.2
-    mean_field = ps.MeanFieldGuide(problem.model)
-    theirs = league.train(
-        problem, "MeanFieldGuide", mean_field, SimpleNamespace(steps=1000, smoke=0)
-    )
+    with torch.no_grad():
+        again = -Trace_ELBO(num_particles=200).loss(model, guide, problem.x, problem.y)
+    assert again == pytest.approx(found["ELBO"], rel=0.1)
+    assert found["gap to the evidence"] == pytest.approx(problem.evidence - found["ELBO"])
+    mean_field, options = ps.MeanFieldGuide(problem.model), SimpleNamespace(steps=1000, smoke=0)
+    theirs = league.train(problem, "MeanFieldGuide", mean_field, options)
     assert found["ELBO"] == pytest.approx(theirs["ELBO"], abs=0.5)
+
+
+# ---- the summary ---------------------------------------------------------------------------------
 
 
 MEAN_FIELD = summary.MEASURE

@@ -1,4 +1,9 @@
-"""x"""
+"""Exact tests of draws that are linear in their noise, and of values that are quadratic in theirs.
+
+A draw ``mean + A e`` of standard normal ``e`` has the covariance ``A A'``. A value ``v(e) = c + b'e +
+e'Qe``, such as the ELBO of a linear model, has the mean ``c + trace(Q)``, with the diagonal ``Q_ii =
+(v(e_i) + v(-e_i)) / 2 - c`` from units ``e_i``: two evaluations for each number, no error of sampling.
+"""
 
 from collections.abc import Callable
 
@@ -6,9 +11,11 @@ import torch
 from torch import Tensor
 
 from pyro_structvi.testing.noise import UnitDraws, draw_with_noise, unit_draws
-from tests.unit_noise import draw_with_noise
 
-__all__ = ["UnitDraws", "assert_close", "assert_draws", "close", "draw_with_noise", "unit_draws"]
+__all__ = [
+    *("UnitDraws", "assert_close", "assert_draws", "close", "draw_with_noise", "exact_mean"),
+    "unit_draws",
+]
 
 
 def assert_draws(draw: Callable[[], Tensor], mean: Tensor, covariance: Tensor) -> UnitDraws:

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -54,8 +53,6 @@ GUIDES = NORMAL | {
 }
 PROBS = [0.1, 0.5, 0.9]
 
-every_guide = pytest.mark.parametrize("make_guide", GUIDES.values(), ids=GUIDES)
-
 
 def train(model, guide, loss, data, steps=3):
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), loss)
@@ -93,24 +90,23 @@ def test_quantiles_are_those_of_the_dense_normal(make_guide):
 
 
 def test_quantiles_of_points_and_their_mixtures():
-    model = make_model()
+    model, site, probs = make_model(), "net.0.weight", torch.tensor(PROBS)
     guide = ps.MAPGuide(model)
     for name, values in guide.quantiles(PROBS).items():
         assert torch.equal(values, guide.median()[name].expand_as(values))
     guide = ps.EnsembleGuide(model, 5)
-    members = torch.stack([each.median()["net.0.weight"] for each in guide.members])
-    expected = members.sort(0).values[[0, 2, 4]]
-    assert torch.equal(guide.quantiles([0.0, 0.5, 1.0])["net.0.weight"], expected)
+    members = torch.stack([each.median()[site] for each in guide.members]).sort(0).values
+    assert torch.equal(guide.quantiles([0.0, 0.5, 1.0])[site], members[[0, 2, 4]])
     guide = ps.MCDropoutGuide(model, rate=0.3)
-    draws = torch.stack([guide.draw()["net.0.weight"] for _ in range(400)])
-    found = guide.quantiles([0.1, 0.9])["net.0.weight"]
-    torch.testing.assert_close(found, draws.quantile(torch.tensor([0.1, 0.9]), 0))
+    draws = torch.stack([guide.draw()[site] for _ in range(400)])
+    found = guide.quantiles([0.1, 0.9])[site]
+    torch.testing.assert_close(found, draws.quantile(probs[[0, 2]], 0))
     guide = ps.InducingWeightGuide(model, (2, 2), "ensemble", init_scale=0.3)
-    q, found = guide["net.0.weight"](), guide.quantiles(PROBS)
-    values = torch.cat([found["net.0.weight"], found["net.0.bias"].unsqueeze(-1)], -1)
+    q, found = guide[site](), guide.quantiles(PROBS)
+    values = torch.cat([found[site], found["net.0.bias"].unsqueeze(-1)], -1)
     given = [q.condition(member) for member in q.inducing.members]
     cdf = sum(Normal(each.mean, each.variance.sqrt()).cdf(values) for each in given) / len(given)
-    torch.testing.assert_close(cdf, torch.tensor(PROBS).reshape(-1, 1, 1).expand_as(cdf))
+    torch.testing.assert_close(cdf, probs.reshape(-1, 1, 1).expand_as(cdf))
 
 
 def test_quantiles_rise_on_every_support():
@@ -142,7 +138,7 @@ def test_quantiles_are_of_probabilities_and_known_distributions():
 # ---- among Pyro's guides -------------------------------------------------------------------------
 
 
-@every_guide
+@pytest.mark.parametrize("make_guide", GUIDES.values(), ids=GUIDES)
 def test_a_guide_is_a_part_of_a_list(make_guide):
     model, data = make_model(), regression_data()
     first = ["net.0.weight", "net.0.bias"]
@@ -188,7 +184,7 @@ def test_parts_of_a_list_stand_in_one_plate():
         wrong(y)
 
 
-@every_guide
+@pytest.mark.parametrize("make_guide", GUIDES.values(), ids=GUIDES)
 def test_a_guide_answers_as_pyros_and_has_copies(make_guide):
     model, data = make_model(), regression_data()
     guide = make_guide(model, init_scale=0.3)
@@ -203,11 +199,10 @@ def test_a_guide_answers_as_pyros_and_has_copies(make_guide):
     file = io.BytesIO()
     torch.save(guide, file)
     file.seek(0)
-    unpickled = pickle.loads(pickle.dumps(guide)), torch.load(file, weights_only=False)
-    copies, median = [copy.deepcopy(guide), *unpickled], guide.median()
-    for each in copies:
+    unpickled, median = torch.load(file, weights_only=False), guide.median()
+    for each, own in ((copy.deepcopy(guide), model), (unpickled, None)):
         assert all(torch.equal(each.median()[name], value) for name, value in median.items())
-    assert [each.model for each in copies] == [model, None, None]
+        assert each.model is own
     assert Predictive(model, guide=guide, num_samples=3)(data[0])["obs"].shape == (3, 12, 1)
 
 
@@ -233,22 +228,19 @@ def latents_in_a_plate(x, y):
 
 EXPANDING = {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 1}
 MODELS = {"net": make_model, "plate": lambda: latents_in_a_plate}
-ALONE = [("inducing weights", "net"), ("inducing ensemble", "net")]
-EXPANDED = [*((name, "net") for name in (*NORMAL, "points")), ("mean field", "plate")]
 TRACED = GUIDES | {
     "inducing ensemble": lambda model, **options: ps.InducingWeightGuide(
         model, (2, 2), "ensemble", **options
     )
 }
+TRACED_CASES = [
+    *((name, "net", {}) for name in ("inducing weights", "inducing ensemble")),
+    *((name, "net", EXPANDING) for name in (*NORMAL, "points")),
+    *((name, "plate", EXPANDING) for name in ("mean field", "points")),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "options"),
-    [
-        *((*case, {}) for case in ALONE),
-        *((*case, EXPANDING) for case in (*EXPANDED, ("points", "plate"))),
-    ],
-)
+@pytest.mark.parametrize(("name", "make", "options"), TRACED_CASES)
 def test_pyros_compiled_objective_has_the_eager_gradients(name, make, options):
     """Sites are expanded by the plate of particles, or by one of the model."""
     model, data = MODELS[make](), regression_data()
@@ -382,21 +374,16 @@ def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
 # ---- starts and supports -------------------------------------------------------------------------
 
 
-REAL, POSITIVE, ORDERED = (
-    dist.ImproperUniform(support, (), (3,))
-    for support in (constraints.real_vector, constraints.positive, constraints.ordered_vector)
-)
-BETA, UNIFORM = dist.Beta(2.0, 3.0).expand([3]).to_event(1), init_to_uniform(radius=1.0)
-STARTS = (
-    *(init_to_mean, init_to_median, init_to_feasible, UNIFORM, init_to_sample),
-    init_to_value(values={"z": torch.full((3,), 0.2)}),
-    init_to_generated(generate=lambda: init_to_median(num_samples=5)),
-)
-
-
 def test_every_start_of_pyro_serves():
-    pairs = [(BETA, start) for start in STARTS]
-    for prior, start in (*pairs, (REAL, UNIFORM), (POSITIVE, UNIFORM), (ORDERED, UNIFORM)):
+    beta, uniform = dist.Beta(2.0, 3.0).expand([3]).to_event(1), init_to_uniform(radius=1.0)
+    starts = (
+        *(init_to_mean, init_to_median, init_to_feasible, uniform, init_to_sample),
+        init_to_value(values={"z": torch.full((3,), 0.2)}),
+        init_to_generated(generate=lambda: init_to_median(num_samples=5)),
+    )
+    supports = constraints.real_vector, constraints.positive, constraints.ordered_vector
+    improper = [(dist.ImproperUniform(support, (), (3,)), uniform) for support in supports]
+    for prior, start in (*((beta, start) for start in starts), *improper):
         model = lambda prior=prior: pyro.sample("z", prior)  # noqa: E731
         guide = ps.MeanFieldGuide(model, init_loc_fn=start)
         train(model, guide, Trace_ELBO(), ())
@@ -433,16 +420,13 @@ class OnTheSphere(Family):
         return dist.VonMises3D(loc).mask(False)
 
 
-@pytest.mark.parametrize(
-    ("support", "shape"), [(constraints.sphere, (3,)), (constraints.positive_definite, (3, 3))]
-)
-def test_a_support_without_a_bijection_needs_a_family_of_ones_own(support, shape):
-    def model():
-        pyro.sample("direction", dist.ImproperUniform(support, (), shape))
-
-    for make_guide in GUIDES.values():
-        with pytest.raises(ValueError, match=r"'direction' lies on .*ProjectedNormalReparam"):
-            make_guide(model).initialize()
+def test_a_support_without_a_bijection_needs_a_family_of_ones_own():
+    for support, shape in ((constraints.sphere, (3,)), (constraints.positive_definite, (3, 3))):
+        prior = dist.ImproperUniform(support, (), shape)
+        for make_guide in GUIDES.values():
+            guide = make_guide(lambda prior=prior: pyro.sample("direction", prior))
+            with pytest.raises(ValueError, match=r"'direction' lies on .*ProjectedNormalReparam"):
+                guide.initialize()
 
     def projected():
         pyro.sample("direction", dist.ProjectedNormal(torch.ones(3)))

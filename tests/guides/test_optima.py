@@ -1,11 +1,11 @@
 """Optima of guides on linear regressions against closed forms; memory of low rank and covariances.
 
-With noise s_i of output i and prior deviations p, rows of the weight are independent in the posterior, row
-i with the covariance ``(X'X / s_i^2 + diag(p)^-2)^-1``, a matrix normal where all s_i are equal.
+With noise s_i of output i and prior deviations p, the posterior has independent rows of weights, row i
+with the covariance ``(X'X / s_i^2 + diag(p)^-2)^-1``: a matrix normal where all s_i are equal.
 
-For a posterior covariance with eigenpairs ``(l_i, u_i)``, ``l_1 >= ... >= l_D``, the covariance of rank K
-plus ``s^2 I`` that is nearest in KL(q || posterior) keeps the first K eigenpairs and has the harmonic mean
-of the other eigenvalues as ``s^2`` (Lemma 3 of Tomczak et al.). The KL left over is
+For a posterior covariance with eigenpairs ``(l_i, u_i)``, ``l_1 >= ... >= l_D``, the covariance of rank
+K plus ``s^2 I`` that is nearest in KL(q || posterior) keeps the first K eigenpairs and has the harmonic
+mean of the other eigenvalues as ``s^2`` (Lemma 3 of Tomczak et al.). The KL left over is
 ``(D - K)/2 [log mean(1 / l_i) - mean log(1 / l_i)]`` over ``i > K``.
 """
 

@@ -11,7 +11,6 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import MeanField, Members
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -104,32 +103,11 @@ def test_predictions_use_every_member_once():
     model, (x, _) = make_classifier(), regression_data(7)
     guide = ps.EnsembleGuide(model, size=3)
     prediction = ps.predict(model, guide, x)
-    logits = []
-    for k in range(3):
-        values = member(guide, k)
-        hidden = torch.relu(F.linear(x, values["net.0.weight"], values["net.0.bias"]))
-        logits.append(F.linear(hidden, values["net.2.weight"], values["net.2.bias"]))
-    close(prediction.functions, torch.stack(logits).detach())
-    close(prediction.mean, torch.stack(logits).softmax(-1).mean(0).detach())
+    logits = torch.stack([member.to_net()(x) for member in guide.members])
+    close(prediction.functions, logits.detach())
+    close(prediction.mean, logits.softmax(-1).mean(0).detach())
     again = ps.predict(model, guide, x, num_samples=6)
     close(again.functions, prediction.functions.repeat(2, 1, 1))
-
-
-def test_an_ensemble_stands_beside_other_families():
-    model, data = make_regressor(), regression_data()
-    families = {"*.weight": Members(3), "*": MeanField()}
-    guide = ps.StructuredGuide(model, families, init_scale=1e-6)
-    ps.fit(model, guide, data, num_steps=5, lr=0.02, progress=False)
-    chosen = []
-    for _ in range(40):
-        values = guide.draw()
-        pair = []
-        for name in ("net.0.weight", "net.2.weight"):
-            same = (guide[name].members == values[name]).flatten(1).all(-1)
-            pair.append(same.nonzero().item())
-        chosen.append(pair)
-    assert all(first == second for first, second in chosen)
-    assert {first for first, _ in chosen} == {0, 1, 2}
 
 
 def test_members_start_at_the_net_and_at_its_elements_in_random_order():
