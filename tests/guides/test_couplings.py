@@ -87,20 +87,6 @@ def test_a_layer_that_a_pass_skips_comes_back_with_its_part():
         assert {"inducing_weights of net.first.weight", *layers} == kl.keys()
 
 
-@pytest.mark.parametrize("kind", ["full", "full, shared"])
-def test_a_scale_of_model_and_guide_weighs_all_of_the_divergence(kind):
-    guide = make_guide(**KINDS[kind])
-    guide.initialize(*regression_data())
-    elbo, data = ps.StructuredELBO(), regression_data()
-    plain = elbo.terms(guide.model, guide, *data).kl
-    scaled = (poutine.scale(program, scale=0.25) for program in (guide.model, guide))
-    weighed = elbo.terms(*scaled, *data).kl
-    assert weighed.keys() == plain.keys()
-    assert ("shared" in kind) == (len(plain) == 3)
-    for name, nats in plain.items():
-        close(weighed[name], 0.25 * nats)
-
-
 LAYERS = "net.0.weight", "net.2.weight"
 
 

@@ -260,18 +260,6 @@ def function_model(x, y=None, prior=None):
         pyro.sample("obs", dist.Normal(mean, 0.3).to_event(1), obs=y)
 
 
-@pytest.mark.parametrize("kind", ["full, shared", "ensemble"])
-def test_layers_of_a_function_draw_together(kind):
-    guide = make_guide(function_model, **KINDS[kind])
-    guide.initialize(*regression_data())
-    new = make_guide(function_model, **KINDS[kind])
-    new.initialize(*regression_data())
-    randomize(guide)
-    new.load_state_dict(guide.state_dict())
-    assert_same_draws(guide, new)
-    assert list(draw(guide)) == ["first", "second"]
-
-
 def half_declared():
     """Return a module that declares one layer and draws another in forward."""
 

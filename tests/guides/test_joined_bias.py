@@ -193,19 +193,6 @@ def test_a_weight_used_twice_is_one_draw_with_its_bias_and_others_are_other_draw
     torch.testing.assert_close(outputs, F.linear(args[0], weight.draw(), bias.draw()))
 
 
-def test_a_part_knows_its_shape_and_keeps_its_gradient():
-    net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten())
-    guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
-    args = torch.randn(5, 2, 3), torch.randint(4, (5,))
-    guide.initialize(*args)
-    nodes = delayed(guide, *args).nodes
-    weight, bias = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
-    assert (weight.shape, bias.shape, weight.dtype) == ((4, 2, 3), (4,), torch.float64)
-    assert not weight.whole.is_drawn
-    (weight.sum() + bias.sum()).backward()
-    assert guide["net.0.weight"].loc.grad.eq(1).all()
-
-
 def expected_kl(q, weight_scale, bias_scale):
     """Return the dense divergence from the priors of weight and bias, beside each other."""
     weight, bias = torch.as_tensor(weight_scale), torch.as_tensor(bias_scale)

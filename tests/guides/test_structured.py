@@ -67,16 +67,6 @@ def test_a_model_without_latent_sites_or_with_a_discrete_one_is_an_error():
         ps.MeanFieldGuide(coin).initialize()
 
 
-def test_means_start_at_the_nets_own_weights():
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-    model = ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.1)
-    guide = ps.KTiedGuide(model)
-    for name, parameter in net.named_parameters():
-        assert torch.equal(guide.median()[f"net.{name}"], parameter)
-    make_svi(model, guide).step(*regression_data())
-    assert not torch.equal(guide.median()["net.0.weight"], net[0].weight)
-
-
 def test_k_tied_starts_at_the_papers_values():
     model = ps.Regressor(ps.bayesianize(nn.Linear(400, 300)), num_data=12, noise_scale=0.1)
     posterior = ps.KTiedGuide(model, rank=2, init_scale=0.01)["net.weight"]

@@ -108,18 +108,6 @@ def test_parameters_are_those_of_the_chosen_elements():
         assert torch.equal(guide.median()[name], value)
 
 
-@pytest.mark.parametrize("train_rest", [False, True])
-def test_training_moves_the_rest_only_if_asked(train_rest):
-    guide, data = make_guide(train_rest=train_rest), regression_data(NUM_DATA)
-    before = guide.median()
-    ps.fit(guide.model, guide, data, num_steps=5, lr=0.02, progress=False)
-    after = guide.median()
-    assert torch.equal(before["net.0.bias"], after["net.0.bias"]) != train_rest
-    assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
-    prediction = ps.predict(guide.model, guide, data[0], num_samples=10)
-    assert (prediction.function_variance > 0).all()
-
-
 class Late(PyroModule):
     """A layer, one that is not used, a site drawn in forward, and a latent for each example."""
 
