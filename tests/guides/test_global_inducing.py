@@ -32,6 +32,7 @@ from pyro_structvi.structures.global_inducing.distribution import NormalGivenInp
 from tests.guides.inducing_guides import assert_same_draws, randomize
 from tests.infer.compiled_steps import assert_same
 from tests.models import local_latent_function
+from tests.particle_noise import draws_in_a_loop, draws_together
 
 NOISE = 0.3
 scramble = partial(randomize, scale=0.3)
@@ -274,18 +275,8 @@ def test_steps_and_draws_together_are_those_one_by_one():
     scramble(guide)
     with torch.no_grad():
         guide["net.0.weight"].row_log_diagonal.add_(3)  # so that hidden units differ between draws
-    draws = guide.joint_posterior().draw_many(range(3))
-    for number in range(3):
-        own = {name: value[number] for name, value in draws.items()}
-        hidden = F.linear(x[:6], own["net.0.weight"], own["net.0.bias"]).tanh()
-        last = guide["net.2.weight"]
-        mean, covariance = dense_regression(
-            F.pad(hidden, (0, 1), value=1.0),
-            *(last.target, last.log_precision.exp(), last.log_scale.exp()),
-        )
-        value = torch.cat([own["net.2.weight"], own["net.2.bias"].unsqueeze(-1)], -1)
-        whitened = torch.linalg.solve(torch.linalg.cholesky(covariance), (value - mean.mT).mT)
-        assert whitened.norm() < 7  # of 4 standard normals; of other hidden units it is far more
+    joint = guide.joint_posterior()
+    torch.testing.assert_close(draws_together(joint, 3), draws_in_a_loop(joint, 3))
     prediction = ps.predict(model, guide, x, num_samples=4)
     assert prediction.functions.shape == (4, 20, 1)
     loss = ps.StructuredELBO(num_particles=3, vectorize_particles=True)
