@@ -155,6 +155,9 @@ def test_any_other_use_sees_one_draw_of_both(use):
     assert isinstance(weight, LazySlice)
     assert weight.whole.is_drawn
     torch.testing.assert_close(outputs, F.linear(x, weight.draw(), bias.draw()))
+    outputs.sum().backward()
+    gradient = F.pad(x, (0, 1), value=1.0).sum(0).expand(2, -1)
+    torch.testing.assert_close(guide[WEIGHT].loc.grad, gradient)
 
 
 def test_an_input_that_is_a_weight_itself_gets_drawn_weights():

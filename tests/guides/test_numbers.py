@@ -154,6 +154,9 @@ def test_nothing_is_allocated_and_limits_hold():
         ps.estimate_memory(ps.MeanFieldGuide, linear_function)
 
 
+# ---- the report ----------------------------------------------------------------------------------
+
+
 def reported(guide, *args):
     return {each.name: each for each in guide.report(*args).parameters}
 

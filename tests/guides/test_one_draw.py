@@ -243,6 +243,9 @@ def test_the_net_of_a_model_of_ones_own():
         ps.MeanFieldGuide(Around(2)).to_net()
 
 
+# ---- functions of a net at fixed draws -----------------------------------------------------------
+
+
 def make_functions_guide(make=ps.KTiedGuide, **options):
     net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
     model = ps.Regressor(ps.bayesianize(net, normalization=False), num_data=8, noise_scale=0.1)

@@ -187,6 +187,9 @@ def test_a_noise_scale_is_a_point_too(make_guide):
     assert min(values) > 0
 
 
+# ---- mixtures of guides --------------------------------------------------------------------------
+
+
 MAKE = {
     "k-tied": partial(ps.KTiedGuide, rank=2),
     "matrix normal, joined": partial(ps.MatrixNormalGuide, join_bias=True),

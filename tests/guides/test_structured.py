@@ -138,6 +138,9 @@ def test_sites_of_functions_come_in_the_order_of_execution_whatever_their_names(
         guide["net.9.weight"]
 
 
+# ---- the random state and the memory of a start --------------------------------------------------
+
+
 def hierarchical_net(prior, *sizes):
     scales = {"weight": ps.HierarchicalScale(prior), "bias": 1.0}
     net = nn.Linear(*(sizes or (30, 1)))

@@ -15,12 +15,7 @@ import pyro_structvi as ps
 from pyro_structvi.weights.lazy import LazyWeight
 from tests.guide_cases import GUIDES, POINTS
 from tests.guides.test_structured import make_svi
-from tests.models import (
-    make_classifier,
-    make_image_classifier,
-    make_regressor,
-    regression_data,
-)
+from tests.models import make_classifier, make_image_classifier, make_regressor, regression_data
 
 
 def test_two_guides_of_one_class_train_with_parameters_of_their_modules():

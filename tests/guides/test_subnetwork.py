@@ -13,14 +13,7 @@ from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
 from pyro_structvi import element_scores
-from pyro_structvi.families import (
-    KTied,
-    LowRank,
-    MeanField,
-    Members,
-    PointEstimate,
-    Subnetwork,
-)
+from pyro_structvi.families import KTied, LowRank, MeanField, Members, PointEstimate, Subnetwork
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from tests.models import linear_function, make_regressor, regression_data
 from tests.unit_noise import assert_draws, close
