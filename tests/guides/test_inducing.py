@@ -251,41 +251,29 @@ def test_a_law_without_gradients_stays_what_it_was():
         assert not torch.equal(guide["net.0.weight"]().mean, before)
 
 
-def function_model(x, y=None, prior=None):
-    prior = dist.Normal(0.0, 1.0) if prior is None else prior
-    first = pyro.sample("first", prior.expand([4, 3]).to_event(2))
-    second = pyro.sample("second", prior.expand([1, 4]).to_event(2))
-    mean = F.linear(torch.tanh(F.linear(x, first)), second)
-    with pyro.plate("data", len(x)):
-        pyro.sample("obs", dist.Normal(mean, 0.3).to_event(1), obs=y)
+class HalfDeclared(pyro.nn.PyroModule):
+    """Declares one layer and draws another in forward."""
 
+    def __init__(self):
+        super().__init__()
+        self.layer = ps.bayesianize(nn.Linear(3, 4), prior=1.0)
 
-def half_declared():
-    """Return a module that declares one layer and draws another in forward."""
-
-    class Model(pyro.nn.PyroModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = ps.bayesianize(nn.Linear(3, 4), prior=1.0)
-
-        def forward(self, x, y=None):
-            weight = pyro.sample("late", dist.Normal(torch.zeros(1, 4), 1.0).to_event(2))
-            mean = F.linear(torch.tanh(self.layer(x)), weight)
-            with pyro.plate("data", len(x)):
-                pyro.sample("obs", dist.Normal(mean, 0.3).to_event(1), obs=y)
-
-    return Model()
+    def forward(self, x, y=None):
+        weight = pyro.sample("late", dist.Normal(torch.zeros(1, 4), 1.0).to_event(2))
+        mean = F.linear(torch.tanh(self.layer(x)), weight)
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(mean, 0.3).to_event(1), obs=y)
 
 
 def test_a_layer_that_is_found_late_cannot_draw_with_the_others_but_takes_their_member():
-    guide = make_guide(half_declared())
+    guide = make_guide(HalfDeclared())
     guide.initialize(*regression_data())
     assert guide["late"]().event_shape == (1, 4)
-    guide = make_guide(half_declared(), **KINDS["full, shared"])
+    guide = make_guide(HalfDeclared(), **KINDS["full, shared"])
     message = r"\['layer\.weight'\] are drawn together, and \['late'\] were found"
     with pytest.raises(ValueError, match=message):
         guide.initialize(*regression_data())
-    guide = make_guide(half_declared(), init_scale=1e-6, **KINDS["ensemble"])
+    guide = make_guide(HalfDeclared(), init_scale=1e-6, **KINDS["ensemble"])
     guide.initialize(*regression_data())
     values = guide.draw(number=1)
     for name in ("layer.weight", "late"):
@@ -295,18 +283,15 @@ def test_a_layer_that_is_found_late_cannot_draw_with_the_others_but_takes_their_
 
 
 def test_a_prior_without_a_standard_deviation_asks_for_one():
-    def heavy_tailed(x, y=None):
-        function_model(x, y, dist.Cauchy(torch.tensor(0.0), 1.0))
-
-    data = regression_data()
-    message = r"The prior of first has no finite standard deviation.*Pass `prior_scale=`"
+    net = ps.bayesianize(nn.Linear(3, 1, bias=False), dist.Cauchy(0.0, 1.0))
+    model, data = ps.Regressor(net, 12, 0.3), regression_data()
+    message = r"The prior of net.weight has no finite standard deviation.*Pass `prior_scale=`"
     with pytest.raises(ValueError, match=message):
-        make_guide(heavy_tailed).initialize(*data)
-    guide = ps.StructuredGuide(heavy_tailed, {"*": InducingWeights((3, 2), prior_scale=0.5)})
-    guide.initialize(*data)
-    assert guide["first"].prior_scale.tolist() == [0.5]
+        make_guide(model).initialize(*data)
+    guide = ps.StructuredGuide(model, {"*": InducingWeights((3, 2), prior_scale=0.5)})
+    assert guide["net.weight"].prior_scale.tolist() == [0.5]
     with pytest.warns(ps.infer.SampledKLWarning):
-        assert torch.isfinite(ps.StructuredELBO().terms(heavy_tailed, guide, *data).elbo)
+        assert torch.isfinite(ps.StructuredELBO().terms(model, guide, *data).elbo)
 
 
 def test_options_out_of_range_are_refused():

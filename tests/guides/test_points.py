@@ -4,6 +4,7 @@ from functools import partial
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,29 +22,19 @@ from tests.models import (
 from tests.statistics import assert_mean
 from tests.unit_noise import close
 
-NUM_DATA, PRIOR, NOISE = 12, 0.7, 0.3
 
-
-def map_loss(values, x, y, num_data=NUM_DATA):
-    """Return minus the log joint density of the regressor's net, written out."""
-    hidden = torch.tanh(F.linear(x, values["net.0.weight"], values["net.0.bias"]))
-    mean = F.linear(hidden, values["net.2.weight"], values["net.2.bias"])
-    log_likelihood = dist.Normal(mean, NOISE).log_prob(y).sum() * num_data / len(x)
-    log_prior = sum(dist.Normal(0.0, PRIOR).log_prob(value).sum() for value in values.values())
-    return -log_likelihood - log_prior
-
-
-def member(guide, number):
-    return guide.members[number].draw()
+def map_loss(model, values, *data):
+    """Return minus the log joint density of a model at values of its sites."""
+    return -poutine.trace(poutine.condition(model, values)).get_trace(*data).log_prob_sum()
 
 
 # ---- maximum a posteriori ------------------------------------------------------------------------
 
 
 def test_the_loss_is_that_of_maximum_a_posteriori_under_every_objective():
-    model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data(6)
+    model, data = make_regressor(prior=0.7), regression_data(6)
     guide = ps.MAPGuide(model)
-    expected = map_loss(guide.draw(), *data)
+    expected = map_loss(model, guide.draw(), *data)
     for elbo in (ps.StructuredELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
         close(torch.tensor(elbo.loss(model, guide, *data)), expected.detach())
     # A hierarchical scale has no closed form with any other posterior, and would be warned of.
@@ -81,10 +72,10 @@ def test_a_module_may_keep_a_value_of_a_site(make_guide):
 
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_the_loss_of_an_ensemble_is_the_mean_over_its_members(vectorize):
-    model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data(6)
+    model, data = make_regressor(prior=0.7), regression_data(6)
     guide = ps.EnsembleGuide(model, size=3, vectorize=vectorize)
     loss = ps.StructuredELBO().differentiable_loss(model, guide, *data)
-    each = torch.stack([map_loss(member(guide, k), *data) for k in range(3)])
+    each = torch.stack([map_loss(model, own.draw(), *data) for own in guide.members])
     close(loss, each.mean())
     parameters = [*guide.parameters()]
     gradients = [torch.autograd.grad(value, parameters) for value in (loss, each.mean())]
