@@ -341,34 +341,36 @@ def test_medians_and_quantiles_of_local_latents_are_those_of_auto_normal():
         torch.testing.assert_close(ours.quantiles(PROBS)[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(is_compiled):
-    def model(y):
-        with pyro.plate("data", SIZE, subsample_size=3) as index:
-            shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
-            pyro.sample("obs", dist.Normal(shift, 0.5), obs=y[index])
+def of_its_own(y, index=None):
+    with pyro.plate(
+        "data", SIZE, subsample=index, subsample_size=3 if index is None else None
+    ) as own:
+        shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
+        pyro.sample("obs", dist.Normal(shift, 0.5), obs=y[own] if index is None else y)
 
-    y, guide = torch.arange(SIZE) / 4.0, ps.MeanFieldGuide(model)
-    make, options = (ps.CompiledSVI, {"backend": None}) if is_compiled else (SVI, {})
-    svi = make(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO(), **options)
-    for _ in range(150):
-        svi.step(y)
+
+def assert_fitted(guide, y):
     assert (guide.median()["shift"] - y * 16 / 17).abs().max() < 0.5
 
 
-def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
-    def model(y, index):
-        with pyro.plate("data", SIZE, subsample=index):
-            shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
-            pyro.sample("obs", dist.Normal(shift, 0.5), obs=y)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(is_compiled):
+    y, guide = torch.arange(SIZE) / 4.0, ps.MeanFieldGuide(of_its_own)
+    make, options = (ps.CompiledSVI, {"backend": None}) if is_compiled else (SVI, {})
+    svi = make(of_its_own, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO(), **options)
+    for _ in range(150):
+        svi.step(y)
+    assert_fitted(guide, y)
 
+
+def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
     data = torch.arange(SIZE) / 4.0, torch.arange(SIZE)
     options = {"num_steps": 150, "batch_size": 4, "lr": 0.1, "progress": False}
     with pytest.raises(ValueError, match=r"'shift'.*give the guide `create_plates`"):
-        ps.fit(model, ps.MeanFieldGuide(model), data, **options)
-    guide = ps.MeanFieldGuide(model, create_plates=plate_of)
-    ps.fit(model, guide, data, **options)
-    assert (guide.median()["shift"] - data[0] * 16 / 17).abs().max() < 0.5
+        ps.fit(of_its_own, ps.MeanFieldGuide(of_its_own), data, **options)
+    guide = ps.MeanFieldGuide(of_its_own, create_plates=plate_of)
+    ps.fit(of_its_own, guide, data, **options)
+    assert_fitted(guide, data[0])
 
 
 # ---- starts and supports -------------------------------------------------------------------------

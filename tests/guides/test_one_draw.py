@@ -141,40 +141,35 @@ def test_a_plain_net_is_one_of_the_users_class(normalization):
     plain(x).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("net", "x"),
-    [
-        (nn.Sequential(nn.LSTM(4, 3, 2)), torch.randn(5, 6, 4)),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), torch.randn(5, 4)),
-        (nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0), torch.randn(2, 3, 4)),
-    ],
-)
-def test_a_draw_gives_the_net_that_the_model_is_at_it(net, x):
-    bayes_net = ps.bayesianize(net, normalization=True)
-    guide = ps.MeanFieldGuide(bayes_net, init_scale=0.3)
+DENSE = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+LEARNED = ps.HierarchicalScale(dist.LogNormal(0.0, 1.0))
+CONVERTED = {
+    # A net, the shape of its inputs, its prior, and its layers of this package.
+    "recurrent": (nn.Sequential(nn.LSTM(4, 3, 2)), (5, 6, 4), 1.0, {}),
+    "weight norm": (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (5, 4), 1.0, {}),
+    "transformer": (
+        *(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0), (2, 3, 4), 1.0, {}),
+    ),
+    "rank one": (DENSE, (6, 4), 1.0, {"0": ps.RankOne()}),
+    "scales": (DENSE, (6, 4), {"2.*": LEARNED, "*": 1.0}, {"0": ps.WalshHadamard()}),
+}
+
+
+@pytest.mark.parametrize(("net", "shape", "prior", "layers"), CONVERTED.values(), ids=CONVERTED)
+def test_a_draw_gives_the_net_that_the_model_is_at_it(net, shape, prior, layers):
+    bayes_net, x = (
+        ps.bayesianize(net.double(), prior, normalization=True, layers=layers),
+        torch.randn(shape),
+    )
+    guide = ps.StructuredGuide(bayes_net, {"*": MeanField()}, init_scale=0.3)
+    guide.initialize(x)
     with guide.sampled() as draw:
         expected, again = bayes_net(x), bayes_net(x)
     plain = guide.to_net(draw)
-    for outputs in (again, plain(x)):
+    for outputs in (again, plain(x), plain(x)):
         torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
-    assert {type(part) for part in plain.modules()} == {type(part) for part in net.modules()}
-
-
-@pytest.mark.parametrize(
-    ("layer", "prior"),
-    [(ps.RankOne(), 1.0), (ps.WalshHadamard(), ps.HierarchicalScale(dist.LogNormal(0.0, 1.0)))],
-)
-def test_layers_of_this_package_and_scales_of_priors(layer, prior):
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    model = ps.Regressor(ps.bayesianize(net, {"2.*": prior, "*": 1.0}, layers={"0": layer}), 6, 0.1)
-    guide, x = ps.StructuredGuide(model, {"*": MeanField()}), torch.randn(6, 4)
-    guide.initialize(x, torch.randn(6, 2))
-    with guide.sampled() as draw:
-        expected = model.net(x)
-    plain = guide.to_net(draw)
-    assert torch.equal(plain(x), expected)
-    assert torch.equal(plain(x), expected)
-    assert [name for name, _ in plain[2].named_parameters()] == ["weight", "bias"]
+    if not layers:
+        assert {type(part) for part in plain.modules()} == {type(part) for part in net.modules()}
 
 
 def test_one_draw_is_used_by_all_calls_and_is_differentiable():
