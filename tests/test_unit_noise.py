@@ -1,5 +1,6 @@
 """The helper of exact tests of draws, on draws that are known."""
 
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -29,6 +30,17 @@ def test_noise_is_given_back_after_an_error():
         draw_with_noise(lambda: 1 / 0, None)
     assert before == (torch.randn, torch.randn_like, torch.Tensor.normal_)
     assert "normal_" not in vars(torch.Tensor)
+
+
+def test_every_source_of_noise_is_replaced():
+    for draw in (
+        lambda: dist.Normal(MEAN, 3.0).rsample(),
+        lambda: dist.MultivariateNormal(MEAN, 9 * torch.eye(2)).rsample(),
+        lambda: MEAN + 3 * torch.randn_like(MEAN),
+        lambda: torch.stack([1 + 3 * torch.randn(()), -2 + 3 * torch.randn(1).squeeze()]),
+        lambda: torch.empty(2).normal_(0.0, 3.0) + MEAN,
+    ):
+        assert_draws(draw, MEAN, torch.eye(2).mul(9))
 
 
 def test_entries_of_a_batch_must_be_independent():
