@@ -19,12 +19,15 @@ import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
 from pyro_structvi.weights.lazy import LazyWeight
 from pyro_structvi.weights.torch_distributions import median
-from tests.guide_cases import GUIDES, POINTS
+from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
 from tests.models import (
+    HandWritten,
     linear_function,
+    local_latent_function,
     make_classifier,
     make_image_classifier,
     make_regressor,
+    recurrent_function,
     regression_data,
 )
 from tests.recorded_sizes import RecordsSizes
@@ -250,6 +253,22 @@ def test_no_weight_of_a_linear_map_is_drawn_in_a_training_step(name, monkeypatch
     monkeypatch.setattr(LazyWeight, "draw", lambda w: (drawn.append(w.use.name), draw(w))[1])
     make_svi(model, guide).step(*data)
     assert set(drawn) <= {"net.4.weight", "net.4.bias"}  # of the normalization
+
+
+@pytest.mark.parametrize("name", [*GUIDE_NAMES, *POINTS])
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_every_parameter_has_a_gradient_whatever_a_model_does_with_its_sites(name):
+    """With a weight that is drawn, since it is used twice, latents of examples, a scale of noise."""
+    for model, outputs in (
+        (recurrent_function, (6,)),
+        (local_latent_function, (6,)),
+        (HandWritten(), (6, 2)),
+    ):
+        guide, data = (GUIDES | POINTS)[name](model), (torch.randn(6, 3), torch.randn(outputs))
+        guide.initialize(*data)
+        ps.StructuredELBO(num_particles=2).differentiable_loss(model, guide, *data).backward()
+        gradients = {name: parameter.grad for name, parameter in guide.named_parameters()}
+        assert [n for n, own in gradients.items() if own is None or not own.isfinite().all()] == []
 
 
 def test_one_use_more_than_was_counted_is_an_error():
