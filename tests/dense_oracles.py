@@ -4,7 +4,6 @@ A weight ``W`` of shape ``(*batch, *event)`` with ``event = (out, *rest)`` is a 
 by row, of length ``D = prod(event)``; covariances have shape ``(*batch, D, D)``.
 """
 
-import itertools
 import math
 
 import torch
@@ -154,42 +153,23 @@ def image_covariance(x, covariance, out):
 # ---- convolutions --------------------------------------------------------------------------------
 
 
-def patches(x, kernel, stride=1, padding=0, dilation=1, groups=1):
-    """Cut the patches that a convolution multiplies with its filters, one position at a time.
+def patches(x, kernel, groups=1, **geometry):
+    """Return the patches ``(batch, groups, *positions, in)`` that a convolution multiplies with filters.
+
+    They are its outputs for filters that are one at an element of a patch and zero elsewhere.
 
     Args:
         x: Input ``(batch, channels, *space)``.
         kernel: Its spatial shape.
-        stride: A number, or one for each spatial dimension.
-        padding: The same, or "same" or "valid".
-        dilation: A number, or one for each spatial dimension.
         groups: How many sets of channels are treated apart.
-
-    Returns:
-        Patches ``(batch, groups, *positions, in)`` with ``in`` the channels of a group times the
-        kernel's size.
+        geometry: Stride, padding and dilation, as torch's convolutions take them.
     """
-    stride, dilation = _per_dimension(stride, kernel), _per_dimension(dilation, kernel)
-    reach = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
-    if padding == "same":
-        sides = [(total // 2, total - total // 2) for total in reach]
-    else:
-        widths = _per_dimension(0 if padding == "valid" else padding, kernel)
-        sides = [(width, width) for width in widths]
-    padded = F.pad(x, [side for pair in reversed(sides) for side in pair])
-    counts = [
-        (full - far - 1) // step + 1
-        for full, far, step in zip(padded.shape[2:], reach, stride, strict=True)
-    ]
-    cut = []
-    for position in itertools.product(*(range(count) for count in counts)):
-        window = tuple(
-            slice(index * step, index * step + far + 1, gap)
-            for index, step, far, gap in zip(position, stride, reach, dilation, strict=True)
-        )
-        patch = padded[(slice(None), slice(None), *window)]
-        cut.append(patch.reshape(x.shape[0], groups, -1))
-    return torch.stack(cut, 2).unflatten(2, counts)
+    channels = x.shape[1] // groups
+    size = channels * math.prod(kernel)
+    filters = torch.cat([torch.eye(size).to(x).reshape(size, channels, *kernel)] * groups)
+    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(kernel)]
+    cut = convolve(x, filters, groups=groups, **geometry)
+    return cut.unflatten(1, (groups, size)).movedim(2, -1)
 
 
 def feature_map_covariance(x, covariance, out, kernel, groups=1, **geometry):
@@ -207,7 +187,3 @@ def feature_map_covariance(x, covariance, out, kernel, groups=1, **geometry):
         1,
     )
     return operator @ covariance @ operator.mT
-
-
-def _per_dimension(value, kernel):
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,) * len(kernel)

@@ -68,15 +68,6 @@ def linear_function(x, y=None):
     return mean
 
 
-def convolution_function(x, y=None):
-    weight = pyro.sample("filters", dist.Normal(torch.zeros(2, 1, 3), 1.0).to_event(3))
-    bias = pyro.sample("bias", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    mean = F.conv1d(x, weight, bias, padding=1).sum((-2, -1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("obs", dist.Normal(mean, 0.5), obs=y)
-    return mean
-
-
 def hierarchical_function(x, y=None):
     scale = pyro.sample("scale", dist.HalfNormal(torch.tensor(1.0)))
     weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), scale).to_event(2))

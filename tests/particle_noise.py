@@ -12,14 +12,7 @@ from pyro_structvi.infer.terms import average
 
 def terms_together(elbo, model, guide, *args):
     """Return the terms of all particles in one pass, each with the noise of its number."""
-    vmap = torch.func.vmap
-    with _noise_of_particles() as noise:
-
-        def numbered(function, **options):
-            return vmap(lambda number: noise.run(function, number), **options)
-
-        with patch("torch.func.vmap", numbered):
-            return elbo.terms(model, guide, *args)
+    return _in_one_pass(lambda: elbo.terms(model, guide, *args))
 
 
 def terms_in_a_loop(elbo, model, guide, *args):
@@ -35,6 +28,10 @@ def terms_in_a_loop(elbo, model, guide, *args):
 
 def draws_together(joint, count):
     """Return the draws of a joint posterior in one pass, each with the noise of its number."""
+    return _in_one_pass(lambda: joint.draw_many(range(count), local=True))
+
+
+def _in_one_pass(compute):
     vmap = torch.func.vmap
     with _noise_of_particles() as noise:
 
@@ -42,7 +39,7 @@ def draws_together(joint, count):
             return vmap(lambda number: noise.run(function, number), **options)
 
         with patch("torch.func.vmap", numbered):
-            return joint.draw_many(range(count), local=True)
+            return compute()
 
 
 def draws_in_a_loop(joint, count):

@@ -192,16 +192,12 @@ def test_natural_steps_find_the_best_independent_normals():
 def test_the_error_of_a_mean_of_runs_is_that_of_runs_and_particles():
     """Runs at 1 and 3, so that their mean has the error 1; particles give 0.3 and 0.4, the mean 0.25."""
     runs = [
-        {"elbo": [1.0], "error": [0.3], "seconds": [2.0]},
-        {"elbo": [3.0], "error": [0.4], "seconds": [4.0]},
+        {"elbo": [elbo], "error": [error], "seconds": [seconds]}
+        for elbo, error, seconds in ((1.0, 0.3, 2.0), (3.0, 0.4, 4.0))
     ]
-    row = convergence.mean_of(runs)
-    assert row == {
-        "elbo": [2.0],
-        "error": [round((1 + 0.25**2) ** 0.5, 2)],
-        "seconds": [3.0],
-        "runs": [[1.0, 3.0]],
-    }
+    error = round((1 + 0.25**2) ** 0.5, 2)
+    expected = {"elbo": [2.0], "error": [error], "seconds": [3.0], "runs": [[1.0, 3.0]]}
+    assert convergence.mean_of(runs) == expected
     assert convergence.mean_of(runs[:1]) == runs[0]
 
 
@@ -271,13 +267,13 @@ def test_what_is_measured_is_in_the_targets_own_units(table):
 
 def test_points_have_a_prior_of_a_fixed_scale(table):
     split = next(uci.splits(table, gaps=False))
-    model = uci.make_model(split, "heteroscedastic", 5, uci.POINTS_PRIOR)
-    guide = uci.GUIDES["MAP"](model)
-    assert not any("weight_scale" in name for name in guide.site_names)
-    assert any(
-        "weight_scale" in name
-        for name in ps.MeanFieldGuide(uci.make_model(split, 1.0, 5)).site_names
+    models = (
+        uci.make_model(split, "heteroscedastic", 5, uci.POINTS_PRIOR),
+        uci.make_model(split, 1.0, 5),
     )
+    fixed, learned = (uci.GUIDES["MAP"](model).site_names for model in models)
+    assert not [name for name in fixed if "weight_scale" in name]
+    assert [name for name in learned if "weight_scale" in name]
     assert set(uci.POINTS) <= set(uci.GUIDES)
 
 
@@ -288,11 +284,7 @@ def test_sampling_from_points_prints_both_posteriors(table, capsys, monkeypatch)
     sampling.main()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[:2]]
     assert [line[:3] for line in lines] == [["data", "0", "points"], ["data", "0", "draws"]]
-    scale = uci_split(table).target_scale
+    scale = next(uci.splits(table, gaps=False)).target_scale
     for _, _, _, own, error, standardized, scaled, *_ in lines:
         assert float(own) == pytest.approx(float(standardized) - math.log(scale), abs=1e-3)
         assert float(error) == pytest.approx(float(scaled) * scale, rel=1e-3)
-
-
-def uci_split(path):
-    return next(uci.splits(path, gaps=False))

@@ -174,19 +174,6 @@ def test_a_figure_carries_its_source(name, tmp_path):
 # ---- posteriors by cost and distance -------------------------------------------------------------
 
 
-def names_in(ax):
-    return [child for child in ax.texts if child.get_text() not in {"floor", "ceiling"}]
-
-
-def many_rows(spread):
-    rng = np.random.default_rng(0)
-    costs, distances = np.exp(rng.normal(3, spread, 20)), 0.5 + 0.1 * rng.normal(size=20)
-    return {
-        f"posterior with number {index}": (float(cost), float(distance))
-        for index, (cost, distance) in enumerate(zip(costs, distances, strict=True))
-    }
-
-
 def shared(a, b):
     width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
     return max(width, 0) * max(height, 0)
@@ -205,10 +192,13 @@ def test_points_error_bars_and_lines():
 
 
 def test_names_do_not_cover_each_other_or_points():
-    ax = plot_distance_over_cost(many_rows(0.2))
+    rng = np.random.default_rng(0)
+    places = zip(np.exp(rng.normal(3, 0.2, 20)), 0.5 + 0.1 * rng.normal(size=20), strict=True)
+    rows = {f"posterior with number {index}": place for index, place in enumerate(places)}
+    ax = plot_distance_over_cost(rows)
     ax.figure.draw_without_rendering()
     # Of an annotation with a line, the extent of the text alone.
-    boxes = [super(Annotation, text).get_window_extent() for text in names_in(ax)]
+    boxes = [super(Annotation, text).get_window_extent() for text in ax.texts]
     assert len(boxes) == 20
     assert max(shared(a, b) for a, b in itertools.combinations(boxes, 2)) == 0
     places = ax.transData.transform(ax.lines[0].get_xydata())

@@ -1,6 +1,8 @@
-"""The league, with posteriors of other packages: what is measured, and of the same model."""
+"""The league, with posteriors of other packages, and its summary on the pages."""
 
+import json
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +15,16 @@ from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector
 
 import pyro_structvi as ps
-from benchmarks import league, league_problems, league_tables, pyro_peers, tables
+from benchmarks import (
+    league,
+    league_problems,
+    league_tables,
+    methods,
+    pyro_peers,
+    recommendation,
+    summary,
+    tables,
+)
 from benchmarks.laplace_peers import (
     LinearizedModel,
     each_layer,
@@ -21,7 +32,9 @@ from benchmarks.laplace_peers import (
     likelihood_of,
     prior_precisions,
 )
+from benchmarks.league_tables import HEADER
 from benchmarks.rows import ResultsFile, read_rows
+from benchmarks.tables import three_digits
 from tests.statistics import assert_moments
 
 ROWS = [
@@ -247,40 +260,148 @@ def test_draws_of_functions_have_the_moments_that_the_package_predicts(
 
 
 @pytest.mark.slow
-def test_the_guide_with_the_better_bound_is_kept(monkeypatch):
-    """Parameters of the worse one, which have the same names, are not read in its place."""
-    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.01, 0.1), (20.0, 0.1)))
-    torch.manual_seed(0)
-    problem = league_problems.linear_regression()
-    options = SimpleNamespace(steps=30, smoke=True)
-    model, guide, found = pyro_peers.autoguide(AutoNormal, problem, options)
-    with torch.no_grad():
-        again = -Trace_ELBO(num_particles=200).loss(model, guide, problem.x, problem.y)
-    assert again == pytest.approx(found["ELBO"], rel=0.1)
-    assert found["gap to the evidence"] == pytest.approx(problem.evidence - found["ELBO"])
+def test_autonormal_is_kept_with_the_better_bound_and_finds_the_best_independent_normals(
+    monkeypatch,
+):
+    """Of a normal posterior: its means, and the diagonal of its precision; so does mean field.
 
-
-@pytest.mark.slow
-def test_autonormal_finds_the_best_independent_normals(monkeypatch):
-    """Of a normal posterior: its means, and the diagonal of its precision; so does mean field."""
-    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.03, 0.01),))
+    Parameters of the worse guide, which have the same names, are not read in its place.
+    """
+    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.03, 0.01), (20.0, 0.1)))
     torch.manual_seed(0)
     problem = league_problems.linear_regression()
     mean, covariance = conjugate_posterior(problem)
     best = torch.linalg.inv(covariance).diagonal() ** -0.5
-    _, guide, found = pyro_peers.autoguide(
-        AutoNormal, problem, SimpleNamespace(steps=4000, smoke=0)
-    )
+    options = SimpleNamespace(steps=4000, smoke=0)
+    model, guide, found = pyro_peers.autoguide(AutoNormal, problem, options)
     loc, scale = (
-        torch.cat([
-            getattr(getattr(guide, kind).net, name).flatten() for name in ("weight", "bias")
-        ])
-        for kind in ("locs", "scales")
+        torch.cat([getattr(part.net, name).flatten() for name in ("weight", "bias")])
+        for part in (guide.locs, guide.scales)
     )
     assert ((loc - mean).abs() / best).max() < 0.5
     assert (scale / best).log().abs().max() < 0.2
-    mean_field = ps.MeanFieldGuide(problem.model)
-    theirs = league.train(
-        problem, "MeanFieldGuide", mean_field, SimpleNamespace(steps=1000, smoke=0)
-    )
+    with torch.no_grad():
+        again = -Trace_ELBO(num_particles=200).loss(model, guide, problem.x, problem.y)
+    assert again == pytest.approx(found["ELBO"], rel=0.1)
+    assert found["gap to the evidence"] == pytest.approx(problem.evidence - found["ELBO"])
+    mean_field, options = ps.MeanFieldGuide(problem.model), SimpleNamespace(steps=1000, smoke=0)
+    theirs = league.train(problem, "MeanFieldGuide", mean_field, options)
     assert found["ELBO"] == pytest.approx(theirs["ELBO"], abs=0.5)
+
+
+# ---- the summary ---------------------------------------------------------------------------------
+
+
+MEAN_FIELD = summary.MEASURE
+GOOD, ELSEWHERE = "KTiedGuide(rank=2, join_bias=False)", "RowwiseGuide(join_bias=True)"
+
+
+def rows_of(problem, quantity, **own):
+    """Return rows of a net whose reference mixes: distances and logarithms, by method and run."""
+    rows = [(problem, "reference, again", "0", "R-hat", "1.01")]
+    for method, runs in ((MEAN_FIELD, own["mean_field"]), (GOOD, own["good"])):
+        for seed, (distance, log) in enumerate(runs):
+            for name, value in ((quantity, distance), ("log ratio of deviations", log)):
+                rows.append((problem, method, str(seed), f"far: {name}", str(value)))
+    return rows
+
+
+SUMMARY_ROWS = [
+    *rows_of("p", "Wasserstein", mean_field=[(2, 0.5)], good=[(0.4, 0.1), (0.6, 0.3)]),
+    ("p", MEAN_FIELD, "0", "seconds", "10"),
+    ("p", GOOD, "0", "seconds", "20"),
+    ("p", ELSEWHERE, "0", "far: Wasserstein", "1"),
+    *rows_of("q", "total variation", mean_field=[(0.1, 0.5)], good=[(0.4, 0.0)] * 2),
+    ("q", MEAN_FIELD, "0", "seconds", "1"),
+    ("q", GOOD, "0", "seconds", "8"),
+    ("line", MEAN_FIELD, "0", "far: Wasserstein", "0.2"),
+    ("line", MEAN_FIELD, "0", "gap to the evidence", "3"),
+    ("line", GOOD, "0", "far: Wasserstein", "0.1"),
+    # Chains that do not mix are no reference.
+    ("stuck", "reference, again", "0", "R-hat", "1.9"),
+    ("stuck", MEAN_FIELD, "0", "far: Wasserstein", "1"),
+    ("stuck", GOOD, "0", "far: Wasserstein", "100"),
+]
+
+
+def test_a_summary_is_a_geometric_mean_of_ratios_to_mean_field():
+    """Ratios 0.25 and 4 of distances, 2 and 8 of times; the error is 0.1 / 0.5 over two nets.
+
+    Logarithms of ratios of deviations are 0.2 and 0 over runs; the runs of one have an error of 0.1.
+    """
+    found = summary.summarize(SUMMARY_ROWS)
+    assert set(found) == {MEAN_FIELD, GOOD}, "others were not measured everywhere"
+    assert found[MEAN_FIELD][:4] == (1, 0, 1, {"p": 1, "q": 1})
+    good = found[GOOD]
+    assert good.by_problem == pytest.approx({"p": 0.25, "q": 4})
+    assert (good.distance, good.cost, good.exact) == pytest.approx((1, 4, 0.5))
+    assert good.error == pytest.approx(0.1 / 0.5 / 2)
+    assert good.factor == pytest.approx(math.exp(0.1))
+    assert good.factor_error == pytest.approx(math.exp(0.1) * 0.1 / 2)
+
+
+def test_the_pages_show_the_summary():
+    for page in summary.PAGES:
+        text = page.read_text()
+        assert summary.GENERATED.search(text)
+        assert summary.render(text, page) == text, "python -m benchmarks.summary writes it"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return summary.summarize(read_rows(summary.RESULTS / "league.csv", HEADER))
+
+
+def recommended(found):
+    by_net = {name: own.by_problem for name, own in found.items()}
+    distances = {name: own.distance for name, own in found.items()}
+    return recommendation.recommendations(distances, by_net, 0.1)
+
+
+def test_recommended_guides_are_those_that_won(found):
+    rows = recommended(found)
+    small, wide, smaller = rows[0], rows[2], rows[4]
+    closest = min(summary.CHOICES, key=lambda choice: found[choice.code].distance)
+    assert f"`{closest.code}`" in small.call
+    assert f"at {found[closest.code].distance:.2f} of" in small.evidence
+    assert "on 4 of 5 nets" in small.evidence, "as the caption of the closest guides names them"
+    accuracies = re.findall(r"([\d.]+) %", wide.evidence)
+    assert [float(each) for each in accuracies] == sorted(map(float, accuracies), reverse=True)
+    costs = summary.step_costs("wide")
+    by_page = {choice.page: choice for choice in summary.CHOICES if choice.guide != "MAPGuide"}
+    for row, bound in ((wide, costs[summary.MEASURE]), (smaller, 1.0)):
+        choice = next(choice for page, choice in by_page.items() if f"({page})" in row.call)
+        assert costs[choice.code] < bound
+        assert f"{costs[choice.code]:.1f} times" in row.cost
+
+
+def test_every_guide_of_the_tables_has_its_cost():
+    for net, left_out in (("small", ()), ("wide", methods.TOO_LARGE_FOR_WIDE)):
+        expected = {own.code for own in summary.CHOICES if own.guide not in left_out}
+        assert summary.step_costs(net).keys() - {methods.DETERMINISTIC} == expected
+
+
+ROW = re.compile(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def test_costs_that_are_written_by_hand_are_those_of_the_results():
+    small = json.loads((summary.RESULTS / "bench.json").read_text())["nets"]["small"]["methods"]
+    text = (summary.ROOT / "docs/how_to/speed.md").read_text()
+    rows = ROW.findall(text.partition("## Nets of other libraries")[0])
+    kinds = "", ", traced", ", compiled"
+    assert len(rows) >= 4
+    for name, *shown in rows:
+        ratios = [small[f"{name}{kind}"]["step"]["ratio"][1] for kind in kinds]
+        assert shown == [*map(three_digits, ratios)], name
+    text = (summary.ROOT / "docs/how_to/training.md").read_text()
+    number = re.search(r"A step of 20-50-10 takes ([\d.]+) times", text)[1]
+    ratio, digits = small["full covariance"]["step"]["ratio"][1], len(number.partition(".")[2])
+    assert number == f"{ratio:.{digits}f}"
+
+
+def test_numbers_that_the_front_page_has_by_hand(found):
+    text = " ".join((summary.ROOT / "README.md").read_text().split())
+    assert f"`FullCovarianceGuide` ({found['FullCovarianceGuide'].distance:.2f})" in text
+    assert f"differ {found['EnsembleGuide(size=5)'].factor:.0f}-fold from NUTS" in text
+    spirals = {own.code: found[own.code].by_problem["spirals"] for own in summary.CHOICES}
+    assert max(spirals, key=spirals.get) == "GlobalInducingGuide"

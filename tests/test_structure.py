@@ -1,14 +1,19 @@
-"""The structure of the package: what may import what, private parts, lengths and names of files."""
+"""The package as a whole: imports, private parts, lengths and names of files, versions."""
 
 import ast
 import importlib
 import inspect
 import re
 import subprocess
+import sys
 from collections import defaultdict
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
+import pyro_structvi as ps
 from tests.mutation import targets
 
 PACKAGE = Path(__file__).parents[1] / "pyro_structvi"
@@ -63,33 +68,25 @@ def imports():
 
 
 def test_imports_run_in_one_direction():
-    pairs = [(module, other) for module in imports() for other in imports()[module]]
-    parts = {pair: tuple(part_of(module) for module in pair) for pair in pairs}
-    across = {pair: both for pair, both in parts.items() if all(both) and both[0] != both[1]}
-    assert len(across) > 100
     assert {part_of(name_of(file)) for file in FILES} <= {"", *ORDER}
-    wrong = [pair for pair, (own, other) in across.items() if ORDER.index(other) > ORDER.index(own)]
+    parts = {
+        (module, other): (part_of(module), part_of(other))
+        for module in imports()
+        for other in imports()[module]
+    }
+    assert len(parts) > 100
+    wrong = [
+        pair
+        for pair, (own, other) in parts.items()
+        if own and other and ORDER.index(other) > ORDER.index(own)
+    ]
     assert wrong == []
 
 
 def test_no_circles():
     # A package's own list of names is no file that anything in the package needs.
-    graph = {
-        module: {
-            other for other in others if not (PACKAGE.parent / other.replace(".", "/")).is_dir()
-        }
-        for module, others in imports().items()
-    }
-
-    def reached(start):
-        seen, todo = set(), [start]
-        while todo:
-            new = graph.get(todo.pop(), set()) - seen
-            seen |= new
-            todo += new
-        return seen
-
-    assert [module for module in graph if module in reached(module)] == []
+    lists = {name_of(file) for file in FILES if file.name == "__init__.py"}
+    TopologicalSorter({module: own - lists for module, own in imports().items()}).prepare()
 
 
 def test_private_parts_of_pyro_and_torch_are_in_files_of_their_own():
@@ -110,16 +107,14 @@ def test_files_are_short_enough_to_be_read():
 
 
 def test_no_module_is_shadowed_by_a_function_of_its_name():
-    packages = [name_of(file) for file in FILES if file.name == "__init__.py"]
     shadowed = []
-    for package in packages:
-        if package.split(".")[-1] in OPTIONAL:
+    for file in FILES:
+        name, package = name_of(file), name_of(file.parent)
+        if file.stem == "__init__" or file.parent.name in OPTIONAL:
             continue
-        names = vars(importlib.import_module(package))
-        for file in (PACKAGE.parent / package.replace(".", "/")).glob("*.py"):
-            value = names.get(file.stem)
-            if value is not None and not inspect.ismodule(value):
-                shadowed.append(f"{package}.{file.stem}")
+        value = getattr(importlib.import_module(package), file.stem, None)
+        if value is not None and not inspect.ismodule(value):
+            shadowed.append(name)
     assert shadowed == []
 
 
@@ -146,3 +141,32 @@ def test_mutated_modules_exist_and_have_tests():
         str(Path(m).parent).removeprefix("pyro_structvi/") for m in modules
     }
     assert all(targets.tests_of(module) for module in modules)
+
+
+@pytest.mark.slow
+def test_importing_needs_no_optional_package():
+    """As ``.ci/run`` looks at the wheel."""
+    code = (
+        "import sys; from pyro_structvi import *; "
+        "optional = {'arviz', 'botorch', 'jax', 'lightning', 'matplotlib', 'numpyro', 'scipy', "
+        "'peft', 'scoringrules', 'sklearn', 'torchmetrics', 'transformers'}; "
+        "assert not optional & set(sys.modules), optional & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_citations_have_the_version_of_the_package():
+    for file, pattern in (
+        ("CITATION.cff", r"^version: (\S+)$"),
+        ("README.md", r"^  version = {(\S+)},$"),
+    ):
+        text = (PACKAGE.parent / file).read_text()
+        assert re.search(pattern, text, re.MULTILINE)[1] == ps.__version__
+
+
+def test_public_names_exist():
+    assert {name for name in ps.__all__ if getattr(ps, name) is None} == set()
+    for name in ("diagnostics", "metrics", "plots", "reference"):
+        assert getattr(ps, name).__name__ == f"pyro_structvi.{name}"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        ps.nothing  # noqa: B018

@@ -22,6 +22,9 @@ def test_mean_and_covariance_are_exact_and_a_small_error_is_seen():
     for mean, covariance in ((MEAN + 1e-9, COVARIANCE), (MEAN, COVARIANCE * (1 + 1e-9))):
         with pytest.raises(AssertionError):
             assert_draws(correlated, mean, covariance)
+
+
+def test_noise_is_given_back_after_an_error():
     before = torch.randn, torch.randn_like, torch.Tensor.normal_
     with pytest.raises(ZeroDivisionError):
         draw_with_noise(lambda: 1 / 0, None)
@@ -29,18 +32,15 @@ def test_mean_and_covariance_are_exact_and_a_small_error_is_seen():
     assert "normal_" not in vars(torch.Tensor)
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
+def test_every_source_of_noise_is_replaced():
+    for draw in (
         lambda: dist.Normal(MEAN, 3.0).rsample(),
         lambda: dist.MultivariateNormal(MEAN, 9 * torch.eye(2)).rsample(),
         lambda: MEAN + 3 * torch.randn_like(MEAN),
         lambda: torch.stack([1 + 3 * torch.randn(()), -2 + 3 * torch.randn(1).squeeze()]),
         lambda: torch.empty(2).normal_(0.0, 3.0) + MEAN,
-    ],
-)
-def test_every_source_of_noise_is_replaced(draw):
-    assert_draws(draw, MEAN, torch.eye(2).mul(9))
+    ):
+        assert_draws(draw, MEAN, torch.eye(2).mul(9))
 
 
 def test_entries_of_a_batch_must_be_independent():
@@ -56,23 +56,14 @@ def test_gradients_go_through():
     torch.testing.assert_close(torch.autograd.grad(covariance.sum(), scale)[0], 4 * scale.detach())
 
 
-AMOUNTS = iter(range(1, 9))
-
-
-def growing_amount():
-    return torch.randn(next(AMOUNTS)).sum()
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
+def test_what_is_not_linear_is_refused():
+    amounts = iter(range(1, 9))
+    for draw, message in (
         (lambda: torch.rand(2), "not standard normal"),
         (lambda: torch.randn(2) * torch.bernoulli(torch.full((2,), 0.5)), "not standard normal"),
         (lambda: torch.randn(2).prod(), "not linear"),
         (lambda: torch.randn(2).abs(), "not linear"),
-        (growing_amount, "numbers of noise"),
-    ],
-)
-def test_what_is_not_linear_is_refused(draw, message):
-    with pytest.raises(AssertionError, match=message):
-        unit_draws(draw)
+        (lambda: torch.randn(next(amounts)).sum(), "numbers of noise"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            unit_draws(draw)

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_structvi.nn.conversion import bayesianize
 from pyro_structvi.nn.regressors import Regressor
-from pyro_structvi.sites.family import Family, joins_with
+from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.point_estimate import PointEstimate

@@ -87,31 +87,15 @@ def test_a_layer_that_a_pass_skips_comes_back_with_its_part():
         assert {"inducing_weights of net.first.weight", *layers} == kl.keys()
 
 
-@pytest.mark.parametrize("kind", ["full", "full, shared"])
-def test_a_scale_of_model_and_guide_weighs_all_of_the_divergence(kind):
-    guide = make_guide(**KINDS[kind])
-    guide.initialize(*regression_data())
-    elbo, data = ps.StructuredELBO(), regression_data()
-    plain = elbo.terms(guide.model, guide, *data).kl
-    scaled = (poutine.scale(program, scale=0.25) for program in (guide.model, guide))
-    weighed = elbo.terms(*scaled, *data).kl
-    assert weighed.keys() == plain.keys()
-    assert ("shared" in kind) == (len(plain) == 3)
-    for name, nats in plain.items():
-        close(weighed[name], 0.25 * nats)
+LAYERS = "net.0.weight", "net.2.weight"
 
 
-def chosen_members(guide, values):
-    """Return which member each layer's weight comes from: the one whose mean is nearest."""
-    chosen = []
-    for name in ("net.0.weight", "net.2.weight"):
-        posterior = guide[name]
-        means = [posterior().condition(member).mean for member in posterior.inducing_members]
-        value = torch.cat([values[name], values[name.replace("weight", "bias")].unsqueeze(-1)], -1)
-        distances = torch.stack([(value - mean).norm() for mean in means])
-        assert distances.min() < 0.1 * distances.sort().values[1]
-        chosen.append(distances.argmin().item())
-    return chosen
+def members_of(posterior):
+    if not hasattr(posterior, "inducing_members"):
+        return posterior.members
+    law = posterior()
+    means = [law.condition(member).mean for member in posterior.inducing_members]
+    return torch.stack(means)[..., :-1]  # without biases
 
 
 def trace_values(guide):
@@ -120,20 +104,28 @@ def trace_values(guide):
 
 
 @pytest.mark.parametrize("draw", [lambda guide: guide.draw(), trace_values], ids=["draw", "trace"])
-def test_a_pass_uses_one_member_in_all_layers_and_passes_use_all(draw):
+@pytest.mark.parametrize("kind", ["ensemble", "inducing ensemble"])
+@torch.no_grad()
+def test_a_pass_uses_one_member_in_all_layers_and_passes_use_all(kind, draw):
     """Each of three frequencies is a z-test; a false alarm has p = 1e-6."""
-    guide, count = make_guide(init_scale=1e-4, **KINDS["ensemble"]), 300
+    families, count = (
+        {"*.weight": COUPLED[kind], "*": MeanField()},
+        300,
+    )  # with biases or beside them
+    guide = ps.StructuredGuide(make_regressor(), families, init_scale=1e-4)
     guide.initialize(*regression_data())
-    with torch.no_grad():
-        for name in ("net.0.weight", "net.2.weight"):  # no order of elements makes members equal
-            guide[name].inducing_members.normal_()
-        chosen = torch.tensor([chosen_members(guide, draw(guide)) for _ in range(count)])
-    assert torch.equal(chosen[:, 0], chosen[:, 1])
-    frequencies = torch.bincount(chosen[:, 0], minlength=3) / count
+    for name in LAYERS:  # no order of elements makes members equal
+        next(value for key, value in guide[name].named_parameters() if "members" in key).normal_()
+    members, chosen = {name: members_of(guide[name]) for name in LAYERS}, []
+    for _ in range(count):
+        values = draw(guide)
+        distances = [(values[name] - members[name]).flatten(1).norm(dim=1) for name in LAYERS]
+        assert all(own.min() < 0.1 * own.sort().values[1] for own in distances)
+        chosen.append([own.argmin().item() for own in distances])
+    assert all(first == second for first, second in chosen)
+    frequencies = torch.bincount(torch.tensor(chosen)[:, 0], minlength=3) / count
     assert ((frequencies - 1 / 3).abs() < 5.2 * math.sqrt(2 / 9 / count)).all()
-    weight = guide["net.2.weight"]
-    means = [weight().condition(member).mean for member in weight.inducing_members]
-    close(guide.median()["net.2.weight"], sum(means)[:, :-1].detach() / 3)
+    close(guide.median()[LAYERS[1]], members[LAYERS[1]].mean(0))
 
 
 def joint_moments(guide):

@@ -29,9 +29,10 @@ from pyro_structvi.families import (
     PointEstimate,
 )
 from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs
-from tests.guides.inducing_guides import randomize
+from tests.guides.inducing_guides import assert_same_draws, randomize
 from tests.infer.compiled_steps import assert_same
 from tests.models import local_latent_function
+from tests.particle_noise import draws_in_a_loop, draws_together
 
 NOISE = 0.3
 scramble = partial(randomize, scale=0.3)
@@ -42,10 +43,25 @@ def make_net(*sizes):
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))[:-1]
 
 
-def make_model(*sizes, num_data=20):
-    return ps.Regressor(
-        ps.bayesianize(make_net(*sizes), prior=0.8), num_data=num_data, noise_scale=NOISE
-    )
+def regressor(net, prior=0.8, **options):
+    return ps.Regressor(ps.bayesianize(net, prior, **options), 20, NOISE)
+
+
+def make_model(*sizes):
+    return regressor(make_net(*sizes))
+
+
+def data_of(inputs):
+    return torch.randn(20, inputs), torch.randn(20, 1)
+
+
+def train_once(model, guide, *data):
+    """Give every parameter a gradient, and check that it is finite."""
+    ps.StructuredELBO().differentiable_loss(model, guide, *data).backward()
+    gradients = {name: parameter.grad for name, parameter in guide.named_parameters()}
+    assert {
+        name for name, own in gradients.items() if own is None or not own.isfinite().all()
+    } == set()
 
 
 def dense_regression(rows, target, precision, scale):
@@ -90,12 +106,12 @@ def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression(count, own):
 
 
 def test_a_mean_and_a_noise_scale_have_their_own_precisions():
-    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    x, y = data_of(3)
     net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
     model = ps.Regressor(ps.bayesianize(net, 1.0), 20, noise="heteroscedastic")
     guide = ps.GlobalInducingGuide(model, x)
     assert guide["net.2.weight"].log_precision.shape == (20, 2)
-    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    train_once(model, guide, x, y)
     gradient = guide["net.2.weight"].log_precision.grad
     assert not torch.allclose(gradient[:, 0], gradient[:, 1])
 
@@ -130,7 +146,7 @@ def test_precisions_over_many_orders_keep_single_precision(count):
 
 
 def test_the_last_layer_can_be_exact_and_the_elbo_the_evidence():
-    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    x, y = data_of(3)
     model = make_model(3, 4, 1)
     guide = ps.GlobalInducingGuide(model, x, first_layer=PointEstimate())
     last = guide["net.2.weight"]
@@ -204,10 +220,8 @@ def test_the_rows_of_a_convolution_are_its_patches():
 def test_it_begins_at_the_net_and_at_the_scale_asked_for():
     """With as many points as inputs the targets decide the weight."""
     net = make_net(2, 3, 2)
-    prior = {"*.weight": 0.7, "*.bias": 1.5}
-    model = ps.Regressor(ps.bayesianize(copy.deepcopy(net), prior=prior), 20, NOISE)
-    x = torch.randn(12, 2)
-    guide = ps.GlobalInducingGuide(model, x, init_scale=1e-4)
+    model = regressor(copy.deepcopy(net), {"*.weight": 0.7, "*.bias": 1.5})
+    guide = ps.GlobalInducingGuide(model, torch.randn(12, 2), init_scale=1e-4)
     median = guide.median()
     for name, value in net.named_parameters():
         torch.testing.assert_close(median[f"net.{name}"], value.detach(), atol=1e-4, rtol=1e-4)
@@ -227,7 +241,7 @@ def test_layers_that_meet_the_inputs_have_a_family_of_their_own(first):
         def forward(self, x):
             return self.top(torch.tanh(self.left(x)) + self.right(x))
 
-    model = ps.Regressor(ps.bayesianize(Branches(), prior=1.0), 20, NOISE)
+    model = regressor(Branches())
     guide = ps.GlobalInducingGuide(model, torch.randn(5, 2), first_layer=first)
     families = [
         type(guide[f"net.{name}.weight"].family).__name__ for name in ("left", "right", "top")
@@ -237,7 +251,7 @@ def test_layers_that_meet_the_inputs_have_a_family_of_their_own(first):
 
 
 def test_a_number_takes_the_first_inputs_of_the_first_call():
-    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    x, y = data_of(3)
     guide = ps.GlobalInducingGuide(make_model(3, 4, 1), 7)
     with pytest.raises(RuntimeError, match="has no posterior before"):
         guide.draw()
@@ -248,33 +262,21 @@ def test_a_number_takes_the_first_inputs_of_the_first_call():
 
 
 def test_points_are_trained_if_asked_and_get_a_gradient():
-    x, y = torch.randn(20, 3), torch.randn(20, 1)
-    guide = ps.GlobalInducingGuide(make_model(3, 4, 1), x[:5], train_inputs=True)
-    ps.StructuredELBO().differentiable_loss(make_model(3, 4, 1), guide, x, y).backward()
+    (x, y), model = data_of(3), make_model(3, 4, 1)
+    guide = ps.GlobalInducingGuide(model, x[:5], train_inputs=True)
+    train_once(model, guide, x, y)
     assert guide.inducing_inputs.grad.abs().min() > 0
-    every = {name for name, value in guide.named_parameters() if value.grad is not None}
-    assert every == {name for name, _ in guide.named_parameters()}
 
 
 def test_steps_and_draws_together_are_those_one_by_one():
-    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    x, y = data_of(2)
     model = make_model(2, 3, 1)
     guide = ps.GlobalInducingGuide(model, x[:6])
     scramble(guide)
     with torch.no_grad():
         guide["net.0.weight"].row_log_diagonal.add_(3)  # so that hidden units differ between draws
-    draws = guide.joint_posterior().draw_many(range(3))
-    for number in range(3):
-        own = {name: value[number] for name, value in draws.items()}
-        hidden = F.linear(x[:6], own["net.0.weight"], own["net.0.bias"]).tanh()
-        last = guide["net.2.weight"]
-        mean, covariance = dense_regression(
-            F.pad(hidden, (0, 1), value=1.0),
-            *(last.target, last.log_precision.exp(), last.log_scale.exp()),
-        )
-        value = torch.cat([own["net.2.weight"], own["net.2.bias"].unsqueeze(-1)], -1)
-        whitened = torch.linalg.solve(torch.linalg.cholesky(covariance), (value - mean.mT).mT)
-        assert whitened.norm() < 7  # of 4 standard normals; of other hidden units it is far more
+    joint = guide.joint_posterior()
+    torch.testing.assert_close(draws_together(joint, 3), draws_in_a_loop(joint, 3))
     prediction = ps.predict(model, guide, x, num_samples=4)
     assert prediction.functions.shape == (4, 20, 1)
     loss = ps.StructuredELBO(num_particles=3, vectorize_particles=True)
@@ -293,10 +295,9 @@ def test_compiled_steps_are_the_ordinary_ones():
 
 def test_running_statistics_are_those_of_the_data_alone():
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1))
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0, normalization=True), 20, NOISE)
-    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    model, (x, y) = regressor(net, normalization=True), data_of(2)
     guide = ps.GlobalInducingGuide(model, 100 + x[:6])
-    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    train_once(model, guide, x, y)
     assert model.net[1].running_mean.abs().max() < 10
     model.eval()
     before = model.net[1].running_mean.clone()
@@ -304,53 +305,38 @@ def test_running_statistics_are_those_of_the_data_alone():
     torch.testing.assert_close(model.net[1].running_mean, before, rtol=0, atol=0)
 
 
-def test_it_is_copied_and_saved_without_its_model():
+def test_it_is_saved_without_its_model():
     x, model = torch.randn(6, 2), make_model(2, 3, 1)
     guide = ps.GlobalInducingGuide(model, x)
-    scramble(guide)
-    draws = []
-    for each in (guide, copy.deepcopy(guide)):
-        torch.manual_seed(5)
-        draws.append(each.draw())
-    torch.testing.assert_close(*draws, rtol=0, atol=0)
+    assert_same_draws(guide, copy.deepcopy(guide))
     with pytest.raises(RuntimeError, match="unpickled without its model"):
         pickle.loads(pickle.dumps(guide)).draw()
     with pytest.raises(RuntimeError, match="size mismatch"):
         ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
 
 
-def assert_finite_gradients(guide):
-    for name, parameter in guide.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-
-
 def test_parameters_are_of_full_precision_under_autocast():
-    x, y = torch.randn(20, 2).float(), torch.randn(20, 1).float()
-    net = ps.bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).float(), 1.0)
-    model = ps.Regressor(net, 20, NOISE)
+    model = regressor(make_net(2, 3, 1).float())
     guide = ps.GlobalInducingGuide(model, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+        train_once(model, guide, *(value.float() for value in data_of(2)))
     assert {parameter.dtype for parameter in guide.parameters()} == {torch.float32}
-    assert_finite_gradients(guide)
 
 
 def test_attention_and_skips_have_a_gradient_for_every_parameter():
     attention = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0)
     net = nn.Sequential(attention, nn.Flatten(), nn.Linear(12, 3))
     model = ps.Classifier(ps.bayesianize(net, 1.0, normalization=False), num_data=6)
-    x, y = torch.randn(6, 3, 4), torch.randint(3, (6,))
+    x = torch.randn(6, 3, 4)
     guide = ps.GlobalInducingGuide(model, x[:2])
     scramble(guide)
-    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    train_once(model, guide, x, torch.randint(3, (6,)))
     assert len(guide["net.2.weight"].target) == 2
     assert len(guide["net.0.linear1.weight"].target) == 6  # of 3 positions each
-    assert_finite_gradients(guide)
 
 
 def test_a_function_has_its_points_at_the_first_call():
-    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    x, y = data_of(2)
 
     def model(x, y=None):
         first = pyro.sample("a", pyro.distributions.Normal(torch.zeros(3, 2), 1.0).to_event(2))
@@ -368,9 +354,8 @@ def test_a_function_has_its_points_at_the_first_call():
 
 
 def test_weights_that_are_used_otherwise_are_named():
-    net = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(2, 2, 1, groups=2))
-    first = nn.Sequential(net, nn.Flatten(), nn.Linear(8, 1))
-    model = ps.Regressor(ps.bayesianize(first, prior=1.0), 20, NOISE)
+    first = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(2, 2, 1, groups=2))
+    model = regressor(nn.Sequential(first, nn.Flatten(), nn.Linear(8, 1)))
     words = torch.randint(5, (6, 2))
     message = r"'net.0.0.weight' in another way.*`families=.*'net.0.0.weight': Mean"
     with pytest.raises(RuntimeError, match=message):
@@ -379,8 +364,7 @@ def test_weights_that_are_used_otherwise_are_named():
     guide = ps.GlobalInducingGuide(model, words, families=families, train_inputs=True)
     assert guide["net.2.weight"].target.shape == (6, 1)
     assert not isinstance(guide.inducing_inputs, nn.Parameter)  # words are no real numbers
-    net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
+    model = regressor(nn.Sequential(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten()))
     with pytest.raises(RuntimeError, match=r"'net.1.weight' is transposed, stacked or in groups"):
         ps.GlobalInducingGuide(model, torch.randn(3, 2, 1))
 

@@ -18,10 +18,11 @@ from pyro_structvi.sites.finding import UnusedSiteWarning
 from pyro_structvi.testing import check_family
 from pyro_structvi.weights.lazy import DelayDraws, LazySlice
 from tests import dense_oracles as dense
-from tests.exact_means import exact_mean
 from tests.models import make_regressor, regression_data
+from tests.unit_noise import exact_mean
 
 JOINED = LowRank(rank=2, diagonal="full", join_bias=True)
+APART = KTied(1, join_bias=False)
 
 
 def make_guide(model=None, init_scale=0.4, family=JOINED, **options):
@@ -56,15 +57,6 @@ def layer_function(prefix="", around=nullcontext):
     return model
 
 
-def test_a_weight_takes_its_bias_along():
-    guide = make_guide()
-    assert guide.site_names == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
-    assert guide["net.0.weight"] is guide["net.0.bias"]
-    assert guide["net.0.weight"]().event_shape == (5, 4)
-    assert sum(parameter.numel() for parameter in guide.parameters()) == 4 * (5 * 4 + 1 * 6)
-    assert "net.0.weight and net.0.bias: LowRank" in repr(guide)
-
-
 @dataclass(frozen=True)
 class Narrow(KTied):
     """k-tied weights of at most four columns."""
@@ -79,15 +71,8 @@ IS_JOINED = [
     (nn.LSTM(3, 4), {"*": JOINED}, "net.weight_ih_l0", "net.bias_ih_l0", True),
     (nn.LSTM(3, 4), {"*": JOINED}, "net.weight_hh_l0", "net.bias_hh_l0", True),
     (nn.ConvTranspose1d(3, 2, 2), {"*": JOINED}, WEIGHT, BIAS, False),
-    (nn.Linear(3, 2), {"*.weight": JOINED, "*": MeanField()}, WEIGHT, BIAS, True),
     (nn.Linear(3, 2), {"*.weight": JOINED}, WEIGHT, BIAS, True),
-    (
-        nn.Linear(3, 2),
-        {"*.weight": KTied(1, join_bias=False), "*.bias": JOINED},
-        WEIGHT,
-        BIAS,
-        False,
-    ),
+    (nn.Linear(3, 2), {"*.weight": APART, "*.bias": JOINED}, WEIGHT, BIAS, False),
     (nn.Linear(3, 2), {"*.weight": JOINED, "*.bias": MeanField()}, WEIGHT, BIAS, False),
     (nn.Linear(3, 2), {BIAS: MeanField(), "*": JOINED}, WEIGHT, BIAS, False),
     (nn.Linear(3, 2), {"*": Narrow(1)}, WEIGHT, BIAS, True),
@@ -98,9 +83,9 @@ IS_JOINED = [
 @pytest.mark.parametrize(("layer", "families", "weight", "bias", "is_joined"), IS_JOINED)
 def test_the_families_decide_whether_a_bias_is_joined(layer, families, weight, bias, is_joined):
     guide = ps.StructuredGuide(ps.Classifier(ps.bayesianize(layer), num_data=5), families)
+    shape = layer.get_parameter(weight.partition(".")[2]).shape
     assert (guide[bias] is guide[weight]) is is_joined
-    if not is_joined:
-        assert guide[weight]().event_shape == layer.get_parameter(weight.partition(".")[2]).shape
+    assert guide[weight]().event_shape == ((shape[0], shape[1] + 1) if is_joined else shape)
     if families.get("*.bias") == MeanField():
         assert isinstance(guide[bias].family, MeanField)
 
@@ -161,19 +146,19 @@ def test_any_other_use_sees_one_draw_of_both(use):
     assert isinstance(weight, LazySlice)
     assert weight.whole.is_drawn
     torch.testing.assert_close(outputs, F.linear(x, weight.draw(), bias.draw()))
+    outputs.sum().backward()
+    gradient = F.pad(x, (0, 1), value=1.0).sum(0).expand(2, -1)
+    torch.testing.assert_close(guide[WEIGHT].loc.grad, gradient)
 
 
 def test_an_input_that_is_a_weight_itself_gets_drawn_weights():
     """Its rows are no examples: their outputs share one weight and one bias."""
 
+    def normal(name, *shape):
+        return pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
+
     def model(x, y=None):
-        shapes = {"inputs": (4, 2), "weight": (3, 2), "bias": (3,)}
-        return F.linear(
-            *(
-                pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
-                for name, shape in shapes.items()
-            )
-        )
+        return F.linear(normal("inputs", 4, 2), normal("weight", 3, 2), normal("bias", 3))
 
     guide = ps.StructuredGuide(model, {"inputs": MeanField(), "*": JOINED})
     trace = delayed(guide, None)
@@ -202,17 +187,12 @@ def test_a_weight_used_twice_is_one_draw_with_its_bias_and_others_are_other_draw
     torch.testing.assert_close(outputs, F.linear(args[0], weight.draw(), bias.draw()))
 
 
-def test_a_part_knows_its_shape_and_keeps_its_gradient():
-    net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten())
-    guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
-    args = torch.randn(5, 2, 3), torch.randint(4, (5,))
-    guide.initialize(*args)
-    nodes = delayed(guide, *args).nodes
-    weight, bias = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
-    assert (weight.shape, bias.shape, weight.dtype) == ((4, 2, 3), (4,), torch.float64)
-    assert not weight.whole.is_drawn
-    (weight.sum() + bias.sum()).backward()
-    assert guide["net.0.weight"].loc.grad.eq(1).all()
+def expected_kl(q, weight_scale, bias_scale):
+    """Return the dense divergence from the priors of weight and bias, beside each other."""
+    weight, bias = torch.as_tensor(weight_scale), torch.as_tensor(bias_scale)
+    scale = torch.cat([weight.expand(2, 3), bias.expand(2).unsqueeze(-1)], -1)
+    own = q.loc, q.covariance_matrix, torch.zeros(2, 4), scale
+    return dense.kl_to_independent_normals(*own, event_dim=2)
 
 
 @pytest.mark.parametrize(
@@ -221,22 +201,11 @@ def test_a_part_knows_its_shape_and_keeps_its_gradient():
     ids=["one", "many weights", "many biases"],
 )
 def test_the_kl_is_the_dense_one(weight_scale, bias_scale):
-    priors = {"weight": weight_scale, "bias": bias_scale}
-    model, args = linear_model(**priors)
+    model, args = linear_model(weight=weight_scale, bias=bias_scale)
     guide = make_guide(model)
     terms = ps.StructuredELBO().terms(model, guide, *args)
-    q = guide["net.weight"]()
-    scale = torch.cat(
-        [
-            torch.as_tensor(weight_scale).expand(2, 3),
-            torch.as_tensor(bias_scale).expand(2).unsqueeze(-1),
-        ],
-        -1,
-    )
-    exact = dense.kl_to_independent_normals(
-        q.loc, q.covariance_matrix, torch.zeros(2, 4), scale, event_dim=2
-    )
-    torch.testing.assert_close(terms.kl, {"net.weight+bias": exact})
+    expected = expected_kl(guide["net.weight"](), weight_scale, bias_scale)
+    torch.testing.assert_close(terms.kl, {"net.weight+bias": expected})
     assert terms.sampled == ()
 
 
@@ -254,36 +223,25 @@ def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
     guide = make_guide(model, init_scale=0.3, family=family)
     guide.initialize(x, y)
     q = guide["net.weight"]()
-    inputs = torch.cat([x, torch.ones(len(x), 1)], -1)
-    image = q.image(inputs)
+    image = q.image(F.pad(x, (0, 1), value=1.0))
     likelihood = dist.Normal(image.mean, 0.5).log_prob(y).sum() - 2 * image.variance.sum()
-    prior_scale = torch.tensor([0.7, 0.7, 0.7, 1.5]).expand(2, 4)
-    kl = dense.kl_to_independent_normals(
-        q.loc, q.covariance_matrix, torch.zeros(2, 4), prior_scale, event_dim=2
-    )
-    elbo = elbo_class()
-    mean = exact_mean(lambda: torch.tensor(elbo.loss(model, guide, x, y)))
-    torch.testing.assert_close(mean, (kl - likelihood).detach(), rtol=1e-9, atol=0)
+    mean = exact_mean(lambda: torch.tensor(elbo_class().loss(model, guide, x, y)))
+    expected = (expected_kl(q, 0.7, 1.5) - likelihood).detach()
+    torch.testing.assert_close(mean, expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: poutine.block(model, hide=["net.bias"]),
-        lambda model: poutine.block(model, hide=["net.weight"]),
-        lambda model: poutine.condition(model, {"net.bias": torch.zeros(2)}),
-    ],
-    ids=["no bias", "no weight", "bias observed"],
-)
-def test_a_model_with_half_of_a_joint_site_is_an_error(change):
+def test_a_model_with_half_of_a_joint_site_is_an_error():
     model, args = linear_model()
     guide = make_guide(model)
     guide.initialize(*args)
-    with pytest.raises(
-        ValueError, match=r"'net.weight' and its bias 'net.bias', but the model does"
+    for half in (
+        poutine.block(model, hide=["net.bias"]),
+        poutine.block(model, hide=["net.weight"]),
+        poutine.condition(model, {"net.bias": torch.zeros(2)}),
     ):
-        ps.StructuredELBO().terms(change(model), guide, *args)
+        with pytest.raises(ValueError, match=r"'net.weight' and its bias 'net.bias', but the mo"):
+            ps.StructuredELBO().terms(half, guide, *args)
 
 
 @pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")

@@ -1,7 +1,8 @@
-"""One set of weights outside of objectives: a plain net, or one draw for a block."""
+"""One set of weights outside of objectives: a plain net, one draw for a block, fixed functions."""
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -14,6 +15,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import MeanField
+from tests.models import make_regressor
+from tests.unit_noise import close
 
 
 class Tied(nn.Module):
@@ -138,40 +141,35 @@ def test_a_plain_net_is_one_of_the_users_class(normalization):
     plain(x).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("net", "x"),
-    [
-        (nn.Sequential(nn.LSTM(4, 3, 2)), torch.randn(5, 6, 4)),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), torch.randn(5, 4)),
-        (nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0), torch.randn(2, 3, 4)),
-    ],
-)
-def test_a_draw_gives_the_net_that_the_model_is_at_it(net, x):
-    bayes_net = ps.bayesianize(net, normalization=True)
-    guide = ps.MeanFieldGuide(bayes_net, init_scale=0.3)
+DENSE = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+LEARNED = ps.HierarchicalScale(dist.LogNormal(0.0, 1.0))
+CONVERTED = {
+    # A net, the shape of its inputs, its prior, and its layers of this package.
+    "recurrent": (nn.Sequential(nn.LSTM(4, 3, 2)), (5, 6, 4), 1.0, {}),
+    "weight norm": (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (5, 4), 1.0, {}),
+    "transformer": (
+        *(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0), (2, 3, 4), 1.0, {}),
+    ),
+    "rank one": (DENSE, (6, 4), 1.0, {"0": ps.RankOne()}),
+    "scales": (DENSE, (6, 4), {"2.*": LEARNED, "*": 1.0}, {"0": ps.WalshHadamard()}),
+}
+
+
+@pytest.mark.parametrize(("net", "shape", "prior", "layers"), CONVERTED.values(), ids=CONVERTED)
+def test_a_draw_gives_the_net_that_the_model_is_at_it(net, shape, prior, layers):
+    bayes_net, x = (
+        ps.bayesianize(net.double(), prior, normalization=True, layers=layers),
+        torch.randn(shape),
+    )
+    guide = ps.StructuredGuide(bayes_net, {"*": MeanField()}, init_scale=0.3)
+    guide.initialize(x)
     with guide.sampled() as draw:
         expected, again = bayes_net(x), bayes_net(x)
     plain = guide.to_net(draw)
-    for outputs in (again, plain(x)):
+    for outputs in (again, plain(x), plain(x)):
         torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
-    assert {type(part) for part in plain.modules()} == {type(part) for part in net.modules()}
-
-
-@pytest.mark.parametrize(
-    ("layer", "prior"),
-    [(ps.RankOne(), 1.0), (ps.WalshHadamard(), ps.HierarchicalScale(dist.LogNormal(0.0, 1.0)))],
-)
-def test_layers_of_this_package_and_scales_of_priors(layer, prior):
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    model = ps.Regressor(ps.bayesianize(net, {"2.*": prior, "*": 1.0}, layers={"0": layer}), 6, 0.1)
-    guide, x = ps.StructuredGuide(model, {"*": MeanField()}), torch.randn(6, 4)
-    guide.initialize(x, torch.randn(6, 2))
-    with guide.sampled() as draw:
-        expected = model.net(x)
-    plain = guide.to_net(draw)
-    assert torch.equal(plain(x), expected)
-    assert torch.equal(plain(x), expected)
-    assert [name for name, _ in plain[2].named_parameters()] == ["weight", "bias"]
+    if not layers:
+        assert {type(part) for part in plain.modules()} == {type(part) for part in net.modules()}
 
 
 def test_one_draw_is_used_by_all_calls_and_is_differentiable():
@@ -238,3 +236,104 @@ def test_the_net_of_a_model_of_ones_own():
     assert type(ps.MeanFieldGuide(Around(1)).to_net()) is nn.Linear
     with pytest.raises(TypeError, match=r"needs a model with one net .* with 2 of them"):
         ps.MeanFieldGuide(Around(2)).to_net()
+
+
+# ---- functions of a net at fixed draws -----------------------------------------------------------
+
+
+def make_functions_guide(make=ps.KTiedGuide, **options):
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
+    model = ps.Regressor(ps.bayesianize(net, normalization=False), num_data=8, noise_scale=0.1)
+    return make(model, init_scale=0.3, **options)
+
+
+def sampled(guide, count, x, read=lambda outputs: outputs):
+    """Return functions, and the outputs of the nets at the same draws."""
+    torch.manual_seed(1)
+    functions = guide.sample_functions(count)
+    torch.manual_seed(1)
+    draws = guide.joint_posterior().draw_many(range(count))
+    nets = [guide.to_net({key: draw[i] for key, draw in draws.items()}) for i in range(count)]
+    return functions, torch.stack([read(net.eval()(x)) for net in nets])
+
+
+@pytest.mark.parametrize("make", [ps.KTiedGuide, ps.MAPGuide, ps.InducingWeightGuide])
+def test_each_function_is_the_net_at_one_draw(make):
+    guide, x = make_functions_guide(make), torch.randn(7, 3, requires_grad=True)
+    functions, expected = sampled(guide, 4, x)
+    close(functions(x), expected)
+    assert torch.equal(functions(x), functions(x))
+    assert len(functions) == 4
+    assert (make is ps.MAPGuide) == bool((expected[0] == expected[1]).all())
+    found, own = (torch.autograd.grad(each[1].sum(), x)[0] for each in (functions(x), expected))
+    torch.testing.assert_close(found, own, rtol=1e-12, atol=1e-14)
+    assert not [*functions.parameters()], "samples are frozen"
+
+
+def test_functions_of_an_ensemble_are_those_of_its_members_in_turn():
+    ensemble, x = ps.EnsembleGuide(make_regressor(8), size=3), torch.randn(7, 3)
+    members = torch.stack([member.to_net()(x) for member in ensemble.members])
+    close(ensemble.sample_functions(3)(x), members)
+
+
+def test_it_is_a_module_with_a_state():
+    guide, x = make_functions_guide(), torch.randn(7, 3)
+    functions, others = guide.sample_functions(2), guide.sample_functions(2)
+    assert not torch.equal(functions(x), others(x))
+    others.load_state_dict(functions.state_dict())
+    assert torch.equal(functions(x), others(x))
+    assert functions.float()(x.float()).dtype == torch.float32
+
+
+class WithLogits(nn.Module):
+    """A net that returns an object, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(3, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return SimpleNamespace(logits=self.head(self.base(x).tanh()), cache=[])
+
+
+def test_frozen_parameters_are_kept_once_and_logits_are_returned():
+    guide = ps.KTiedGuide(ps.Classifier(ps.bayesianize(WithLogits()), num_data=8))
+    x = torch.randn(7, 3)
+    functions, expected = sampled(guide, 3, x, lambda outputs: outputs.logits)
+    close(functions(x), expected)
+    shapes = {name: tuple(value.shape) for name, value in functions.state_dict().items()}
+    of_head = {"head/weight": (3, 2, 4), "head/bias": (3, 2)}
+    assert shapes == of_head | {"base/weight": (4, 3), "base/bias": (4,)}
+
+
+def test_outputs_are_those_that_the_likelihood_reads():
+    class WithState(nn.Linear):
+        def forward(self, x):
+            return x, super().forward(x)
+
+    net, x = ps.bayesianize(WithState(3, 2)), torch.randn(7, 3)
+    guide = ps.KTiedGuide(ps.Classifier(net, num_data=8, output=lambda pair: pair[1]))
+    functions, expected = sampled(guide, 2, x, lambda pair: pair[1])
+    close(functions(x), expected)
+    with pytest.raises(TypeError, match="The net must return a tensor"):
+        ps.KTiedGuide(ps.Classifier(net, num_data=8)).sample_functions(2)(x)
+
+
+def test_it_is_exported_as_one_graph_for_any_batch():
+    functions, x = ps.KTiedGuide(make_regressor(8)).sample_functions(3), torch.randn(7, 3)
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(functions, (x,), dynamic_shapes={"args": ({0: batch},)})
+    for rows in (x, torch.randn(4, 3)):
+        torch.testing.assert_close(exported.module()(rows), functions(rows), rtol=1e-12, atol=1e-14)
+
+
+def test_nets_without_functions_are_refused():
+    class Last(nn.LSTM):  # without batching rules
+        def forward(self, x):
+            return super().forward(x)[0][:, -1]
+
+    net = ps.bayesianize(nn.Sequential(Last(3, 4, batch_first=True), nn.Linear(4, 1)))
+    functions = ps.MeanFieldGuide(ps.Regressor(net, 8, 0.1)).sample_functions(2)
+    with pytest.raises(RuntimeError, match=r"must run under `torch.func.vmap`.*guide.to_net"):
+        functions(torch.randn(5, 6, 3))

@@ -1,7 +1,10 @@
-"""Guides of points: maximum a posteriori, ensembles, dropout."""
+"""Guides of points and mixtures: maximum a posteriori, ensembles, dropout, several basins."""
+
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +12,6 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import MeanField, Members
-from tests.guides.matrix_guides import minimize
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -21,29 +22,19 @@ from tests.models import (
 from tests.statistics import assert_mean
 from tests.unit_noise import close
 
-NUM_DATA, PRIOR, NOISE = 12, 0.7, 0.3
 
-
-def map_loss(values, x, y, num_data=NUM_DATA):
-    """Return minus the log joint density of the regressor's net, written out."""
-    hidden = torch.tanh(F.linear(x, values["net.0.weight"], values["net.0.bias"]))
-    mean = F.linear(hidden, values["net.2.weight"], values["net.2.bias"])
-    log_likelihood = dist.Normal(mean, NOISE).log_prob(y).sum() * num_data / len(x)
-    log_prior = sum(dist.Normal(0.0, PRIOR).log_prob(value).sum() for value in values.values())
-    return -log_likelihood - log_prior
-
-
-def member(guide, number):
-    return guide.members[number].draw()
+def map_loss(model, values, *data):
+    """Return minus the log joint density of a model at values of its sites."""
+    return -poutine.trace(poutine.condition(model, values)).get_trace(*data).log_prob_sum()
 
 
 # ---- maximum a posteriori ------------------------------------------------------------------------
 
 
 def test_the_loss_is_that_of_maximum_a_posteriori_under_every_objective():
-    model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data(6)
+    model, data = make_regressor(prior=0.7), regression_data(6)
     guide = ps.MAPGuide(model)
-    expected = map_loss(guide.draw(), *data)
+    expected = map_loss(model, guide.draw(), *data)
     for elbo in (ps.StructuredELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
         close(torch.tensor(elbo.loss(model, guide, *data)), expected.detach())
     # A hierarchical scale has no closed form with any other posterior, and would be warned of.
@@ -52,12 +43,12 @@ def test_the_loss_is_that_of_maximum_a_posteriori_under_every_objective():
 
 
 def test_constrained_sites_are_points_of_their_own_space():
-    """At the maximum of the density itself, not of that in the unconstrained space."""
-    model = lambda: pyro.sample("rate", dist.Gamma(3.0, torch.tensor(2.0)))  # noqa: E731
+    """Their loss is the density itself, not that in the unconstrained space."""
+    prior = dist.Gamma(3.0, torch.tensor(2.0))
+    model = lambda: pyro.sample("rate", prior)  # noqa: E731
     guide = ps.MAPGuide(model)
     guide.initialize()
-    minimize(guide, lambda: ps.StructuredELBO()(model, guide)())
-    torch.testing.assert_close(guide.draw()["rate"].detach(), torch.tensor(1.0), rtol=1e-5, atol=0)
+    close(ps.StructuredELBO()(model, guide)(), -prior.log_prob(guide.draw()["rate"]))
 
 
 @pytest.mark.parametrize("make_guide", [ps.MAPGuide, ps.MCDropoutGuide])
@@ -81,10 +72,10 @@ def test_a_module_may_keep_a_value_of_a_site(make_guide):
 
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_the_loss_of_an_ensemble_is_the_mean_over_its_members(vectorize):
-    model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data(6)
+    model, data = make_regressor(prior=0.7), regression_data(6)
     guide = ps.EnsembleGuide(model, size=3, vectorize=vectorize)
     loss = ps.StructuredELBO().differentiable_loss(model, guide, *data)
-    each = torch.stack([map_loss(member(guide, k), *data) for k in range(3)])
+    each = torch.stack([map_loss(model, own.draw(), *data) for own in guide.members])
     close(loss, each.mean())
     parameters = [*guide.parameters()]
     gradients = [torch.autograd.grad(value, parameters) for value in (loss, each.mean())]
@@ -103,32 +94,11 @@ def test_predictions_use_every_member_once():
     model, (x, _) = make_classifier(), regression_data(7)
     guide = ps.EnsembleGuide(model, size=3)
     prediction = ps.predict(model, guide, x)
-    logits = []
-    for k in range(3):
-        values = member(guide, k)
-        hidden = torch.relu(F.linear(x, values["net.0.weight"], values["net.0.bias"]))
-        logits.append(F.linear(hidden, values["net.2.weight"], values["net.2.bias"]))
-    close(prediction.functions, torch.stack(logits).detach())
-    close(prediction.mean, torch.stack(logits).softmax(-1).mean(0).detach())
+    logits = torch.stack([member.to_net()(x) for member in guide.members])
+    close(prediction.functions, logits.detach())
+    close(prediction.mean, logits.softmax(-1).mean(0).detach())
     again = ps.predict(model, guide, x, num_samples=6)
     close(again.functions, prediction.functions.repeat(2, 1, 1))
-
-
-def test_an_ensemble_stands_beside_other_families():
-    model, data = make_regressor(), regression_data()
-    families = {"*.weight": Members(3), "*": MeanField()}
-    guide = ps.StructuredGuide(model, families, init_scale=1e-6)
-    ps.fit(model, guide, data, num_steps=5, lr=0.02, progress=False)
-    chosen = []
-    for _ in range(40):
-        values = guide.draw()
-        pair = []
-        for name in ("net.0.weight", "net.2.weight"):
-            same = (guide[name].members == values[name]).flatten(1).all(-1)
-            pair.append(same.nonzero().item())
-        chosen.append(pair)
-    assert all(first == second for first, second in chosen)
-    assert {first for first, _ in chosen} == {0, 1, 2}
 
 
 def test_members_start_at_the_net_and_at_its_elements_in_random_order():
@@ -206,3 +176,161 @@ def test_a_noise_scale_is_a_point_too(make_guide):
     values = {guide.draw()["noise_scale"].item() for _ in range(40)}
     assert len(values) == (5 if make_guide is ps.EnsembleGuide else 1)
     assert min(values) > 0
+
+
+# ---- mixtures of guides --------------------------------------------------------------------------
+
+
+MAKE = {
+    "k-tied": partial(ps.KTiedGuide, rank=2),
+    "matrix normal, joined": partial(ps.MatrixNormalGuide, join_bias=True),
+    "low rank": partial(ps.AutoLowRankLRT, rank=2),
+    "inducing weights": partial(ps.InducingWeightGuide, inducing_shape=(2, 2)),
+    "shared inducing weights": partial(
+        ps.InducingWeightGuide, inducing_shape=(2, 2), inducing_posterior="full", shared=True
+    ),
+    "global inducing": partial(ps.GlobalInducingGuide, inputs=6),
+}
+
+
+def mixture(make_guide, model=None, size=3, **options):
+    model = make_regressor(12) if model is None else model
+    guide = ps.MixtureGuide(model, make_guide, size, **options)
+    guide.initialize(*regression_data())
+    return model, guide
+
+
+def near(actual, expected, tolerance=1e-9):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_terms_and_gradients_of_one_pass_are_the_means_of_those_of_members(name):
+    """With hardly any noise, since a pass of several members takes it in another order."""
+    model, guide = mixture(partial(MAKE[name], init_scale=1e-7))
+    data, elbo = regression_data(), ps.StructuredELBO()
+    each, gradients = [elbo.terms(model, member, *data) for member in guide.members], []
+    for vectorize in (True, False):
+        guide.vectorize = vectorize
+        terms = elbo.terms(model, guide, *data)
+        for part in ("log_likelihood", "kl"):
+            for site, found in getattr(terms, part).items():
+                expected = torch.stack([getattr(own, part)[site] for own in each]).mean()
+                near(found, expected, 1e-5)
+        gradients.append(torch.autograd.grad(terms.elbo, [*guide.parameters()]))
+    for own, expected in zip(*gradients, strict=True):
+        near(own, expected, 1e-2)
+    assert len({own.elbo.item() for own in each}) == 3
+
+
+def test_members_draw_separate_noise():
+    _, guide = mixture(partial(ps.MeanFieldGuide, init_scale=0.3))
+    for member in guide.members[1:]:
+        member.load_state_dict(guide.members[0].state_dict())
+    draws = guide.joint_posterior().draw_many([*range(6)])["net.0.weight"]
+    assert len({tuple(each.flatten().tolist()) for each in draws}) == 6
+
+
+def test_a_traced_step_trains_all_members_as_an_eager_one():
+    losses = []
+    data = regression_data()
+    for compiled in (False, "traced"):
+        pyro.set_rng_seed(3)
+        model, guide = mixture(MAKE["k-tied"])
+        history = ps.fit(model, guide, data, num_steps=120, compiled=compiled, progress=False)
+        losses.append(torch.tensor(history.elbo))
+    near(*losses)
+    assert "traced" in history.compilation[0]
+
+
+def test_any_number_of_draws_follows_the_weights():
+    _, guide = mixture(ps.MAPGuide, size=3)
+    guide.weights.copy_(torch.tensor([0.6, 0.3, 0.1]))
+    values = [guide.draw(number=number)["net.0.weight"] for number in range(50)]
+    own = [member.draw()["net.0.weight"] for member in guide.members]
+    chosen = torch.tensor([[torch.equal(value, each) for each in own] for value in values])
+    counts = chosen.double().cumsum(0)
+    expected = torch.arange(1.0, 51.0).unsqueeze(-1) * guide.weights
+    assert (counts - expected).abs().max() < 1
+    assert chosen.sum(-1).eq(1).all()
+
+
+def test_a_prediction_is_the_weighted_mixture():
+    model, guide = mixture(ps.MAPGuide, size=2)
+    x, y = regression_data()
+    guide.weights.copy_(torch.tensor([0.75, 0.25]))
+    each = [
+        ps.predict(model, member, x, y=y, num_samples=1).log_density for member in guide.members
+    ]
+    found = ps.predict(model, guide, x, y=y, num_samples=4).log_density
+    near(found, (torch.stack(each) + guide.weights.log().unsqueeze(-1)).logsumexp(0))
+
+
+def test_weights_by_the_bound():
+    """Here the bound is a log joint density, up to the entropy that all members share."""
+    model, guide = mixture(partial(ps.MeanFieldGuide, init_scale=1e-6))
+    data = regression_data()
+    bounds = [ps.StructuredELBO().terms(model, each, *data).elbo for each in guide.members]
+    ps.weigh_by_bound(model, guide, *data)
+    near(guide.weights, torch.stack(bounds).detach().softmax(0), 1e-4)
+    assert guide.best is guide.members[int(guide.weights.argmax())]
+
+
+def test_stacking_finds_the_optimal_weights():
+    model, guide = mixture(ps.MAPGuide, size=2)
+    with torch.no_grad():
+        guide.members[1]["net.2.weight"].loc.mul_(-5.0)
+    x, _ = regression_data()
+    a, b = (ps.predict(model, each, x, num_samples=1).mean for each in guide.members)
+    which = (torch.arange(len(x)) % 3 == 0).unsqueeze(-1)
+    y = torch.where(which, a, b)
+    ps.weigh_by_stacking(model, guide, x, y)
+    p = [ps.predict(model, each, x, y=y, num_samples=1).log_density.exp() for each in guide.members]
+    grid = torch.linspace(0, 1, 20001)
+    total = (grid.unsqueeze(-1) * p[0] + (1 - grid.unsqueeze(-1)) * p[1]).log().sum(-1)
+    best = grid[total.argmax()]
+    assert 0.05 < best < 0.95
+    near(guide.weights[0], best, 1e-4)
+
+
+def test_members_start_at_given_medians_and_weights_are_saved():
+    model, ensemble = mixture(ps.MAPGuide)
+    _, guide = mixture(ps.MatrixNormalGuide, model, starts=ensemble)
+    for member, start in zip(guide.members, ensemble.members, strict=True):
+        for name, value in start.median().items():
+            near(member.median()[name], value)
+    guide.weights.copy_(torch.tensor([0.5, 0.3, 0.2]))
+    _, other = mixture(ps.MatrixNormalGuide, model)
+    other.load_state_dict(guide.state_dict())
+    near(other.weights, guide.weights)
+    near(other.median()["net.0.weight"], guide.median()["net.0.weight"])
+
+
+def test_scalars_and_constrained_sites_start_apart_in_their_support():
+    def model(x):
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        shares = pyro.sample("shares", dist.Dirichlet(torch.ones(3)))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(shares[0], scale), obs=x)
+
+    guide = ps.EnsembleGuide(model, 4)
+    guide.initialize(torch.ones(5))
+    medians = [each.median() for each in guide.members]
+    assert len({float(each["scale"]) for each in medians}) == 4
+    assert all(each["scale"] > 0 for each in medians)
+    near(torch.stack([each["shares"].sum() for each in medians]), torch.ones(4))
+
+
+def test_what_is_refused():
+    for make_guide in (lambda model: nn.Linear(1, 1), partial(ps.EnsembleGuide, size=2)):
+        with pytest.raises(TypeError, match="`make_guide` must be a function from the model"):
+            mixture(make_guide)
+    model, ensemble = mixture(ps.MAPGuide)
+    with pytest.raises(ValueError, match="`starts` must be a mixture of 2 guides"):
+        mixture(ps.MeanFieldGuide, model, 2, starts=ensemble)
+    with pytest.raises(ValueError, match="weigh_by_stacking"):
+        ps.weigh_by_bound(model, ensemble, *regression_data())
+    guide = ps.MixtureGuide(linear_function, ps.MeanFieldGuide, 2)
+    assert not guide.is_of_points  # without sites yet
+    ps.weigh_by_bound(linear_function, guide, torch.randn(12, 3), torch.randn(12, 2))
+    assert not guide.is_of_points

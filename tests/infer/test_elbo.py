@@ -15,7 +15,6 @@ import pyro_structvi as ps
 from pyro_structvi.distributions import InducingNormal, PointMixture
 from pyro_structvi.infer import CosineDecay, LinearAnnealing, SampledKLWarning
 from tests import dense_oracles as dense
-from tests.exact_means import exact_mean
 from tests.guide_cases import GUIDES
 from tests.models import (
     hierarchical_function,
@@ -26,7 +25,7 @@ from tests.models import (
     recurrent_function,
     regression_data,
 )
-from tests.unit_noise import assert_close
+from tests.unit_noise import assert_close, exact_mean
 
 
 def losses(elbo, model, guide, *args, count):

@@ -17,7 +17,7 @@ TESTS = {
     "structures": (
         *(CONTRACT, "distributions/test_costs", "distributions/test_{}", "guides/test_{}"),
     ),
-    "structures/inducing": (CONTRACT, "distributions/inducing/test_*", "guides/test_inducing_w*"),
+    "structures/inducing": (CONTRACT, "distributions/inducing/test_*", "guides/test_inducing"),
     "structures/global_inducing": ("guides/test_global_inducing*", "families/test_guides"),
     "weights": (CONTRACT, "distributions/test_declared_arguments", "lazy/test_*"),
     "maps": ("maps/test_*", "lazy/test_lazy_weight", "lazy/test_embedding"),
@@ -25,20 +25,22 @@ TESTS = {
     "dropout": ("guides/test_points",),
     "ensemble": ("distributions/test_point_mixture", "guides/test_points"),
     "full_covariance": (
-        *("distributions/test_full", "distributions/test_triangles", "guides/test_rowwise"),
+        *("distributions/test_full", "distributions/test_triangles", "guides/test_optima"),
     ),
     "kl_between": ("distributions/test_kl_*",),
-    "matrix_normal": ("guides/test_rowwise",),
+    "low_rank": ("guides/test_optima",),
+    "matrix_normal": ("guides/test_optima",),
     "mean_field": ("guides/test_structured",),
-    "mixture": ("guides/test_mixtures", "guides/test_points"),
+    "mixture": ("guides/test_points",),
     "point_estimate": ("guides/test_points", "distributions/test_site_distributions"),
     "pruned": ("posterior/test_pruning",),
+    "rowwise": ("guides/test_optima",),
     "site_distributions": (
         *("distributions/test_kl_*", "distributions/test_site_distributions"),
-        "guides/test_as_autoguide",
+        "guides/test_autoguide",
     ),
     "subnetwork": ("guides/test_subnetwork*",),
-    "torch_distributions": ("distributions/test_site_distributions", "guides/test_starts"),
+    "torch_distributions": ("distributions/test_site_distributions", "guides/test_structured"),
 }
 # The structures of the contract that see a module; every one by default.
 STRUCTURES = {

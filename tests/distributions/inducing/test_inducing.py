@@ -44,8 +44,7 @@ from tests.distributions.inducing.inducing_laws import (
     point_mixture,
 )
 from tests.distributions.subject import FLOAT64, named_arguments, rebuilt
-from tests.exact_means import exact_mean
-from tests.unit_noise import assert_draws, close
+from tests.unit_noise import assert_draws, close, exact_mean
 
 SIZE = 12  # of a matrix
 SETTINGS = [(MATRIX, (2,)), ((3, 2, 2), ())]

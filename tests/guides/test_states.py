@@ -1,8 +1,10 @@
-"""State dicts of guides: they hold the options of families, and load as a whole or not at all."""
+"""State dicts of guides, with options of families, without the state of the model."""
 
 import copy
+import io
 from dataclasses import dataclass
 
+import pyro
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,9 +28,10 @@ from pyro_structvi.families import (
     PointEstimate,
     Subnetwork,
 )
+from pyro_structvi.guides import ModelStateWarning, NewParametersWarning
 from tests.guides.inducing_guides import randomize
 from tests.infer.two_ranks import on_two_ranks
-from tests.models import make_regressor, regression_data
+from tests.models import HandWritten, make_regressor, regression_data
 
 
 def make(family):
@@ -45,33 +48,26 @@ def assert_unchanged(guide, before):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-# What a state was made with, what it is loaded into, and what the error says of the two.
+# What an error says of the family that a state was made with and of that it is loaded into.
 OTHER_OPTIONS = {
-    "rank": (KTied(3), KTied(2), "rank = 3 instead of 2"),
-    "no cap": (MeanField(), MeanField(0.5), "max_scale = None instead of 0.5"),
-    "alpha": (LowRank(2, alpha=0.5), LowRank(2, alpha=2), r"alpha = 0.5 instead of 2"),
-    "nested": (
-        InducingWeights((2, 2), MeanField(0.5)),
-        InducingWeights((2, 2), MeanField(0.1)),
-        "posterior.max_scale = 0.5 instead of 0.1",
+    "rank = 3 instead of 2": (KTied(3), KTied(2)),
+    "max_scale = None instead of 0.5": (MeanField(), MeanField(0.5)),
+    "alpha = 0.5 instead of 2": (LowRank(2, alpha=0.5), LowRank(2, alpha=2)),
+    "posterior.max_scale = 0.5 instead of 0.1": (
+        *(InducingWeights((2, 2), MeanField(most)) for most in (0.5, 0.1)),
     ),
-    "nested family": (
-        InducingWeights((2, 2), FullCovariance()),
-        InducingWeights((2, 2)),
-        "posterior = FullCovariance instead of MeanField",
+    "posterior = FullCovariance instead of MeanField": (
+        *(InducingWeights((2, 2), FullCovariance()), InducingWeights((2, 2))),
     ),
-    "shape": (
-        InducingWeights((2, 3)),
-        InducingWeights((2, 2)),
-        r"shape = \[2, 3\] instead of \[2, 2\]",
-    ),
-    "members": (Members(3), Members(2), "size = 3 instead of 2"),
-    "family": (PointEstimate(), Dropout(), "family = PointEstimate instead of Dropout"),
+    r"shape = \[2, 3\] instead of \[2, 2\]": (InducingWeights((2, 3)), InducingWeights((2, 2))),
+    "size = 3 instead of 2": (Members(3), Members(2)),
+    "family = PointEstimate instead of Dropout": (PointEstimate(), Dropout()),
 }
 
 
-@pytest.mark.parametrize(("saved", "own", "message"), OTHER_OPTIONS.values(), ids=OTHER_OPTIONS)
-def test_other_options_are_named_and_nothing_changes(saved, own, message):
+@pytest.mark.parametrize("message", OTHER_OPTIONS)
+def test_other_options_are_named_and_nothing_changes(message):
+    saved, own = OTHER_OPTIONS[message]
     state, guide = randomize(make(saved)).state_dict(), make(own)
     before = snapshot(guide)
     for strict in (True, False):
@@ -80,24 +76,20 @@ def test_other_options_are_named_and_nothing_changes(saved, own, message):
     assert_unchanged(guide, before)
 
 
-SAME_OPTIONS = {
-    "whole numbers and others": (LowRank(2, alpha=2), LowRank(2, alpha=2.0)),
-    "memory": (FullCovariance(max_memory=1.0), FullCovariance()),
-    "subnetwork": (Subnetwork(), Subnetwork()),
-}
-
-
-@pytest.mark.parametrize(("saved", "own"), SAME_OPTIONS.values(), ids=SAME_OPTIONS)
-def test_what_changes_no_distribution_is_not_compared(saved, own):
-    state, guide = randomize(make(saved)).state_dict(), make(own)
-    guide.load_state_dict(state)
-    assert all(torch.equal(own, state[name]) for name, own in guide.named_parameters())
+def test_what_changes_no_distribution_is_not_compared():
+    for saved, own in (
+        (LowRank(2, alpha=2), LowRank(2, alpha=2.0)),
+        (FullCovariance(max_memory=1.0), FullCovariance()),
+        (Subnetwork(), Subnetwork()),
+    ):
+        state, guide = randomize(make(saved)).state_dict(), make(own)
+        guide.load_state_dict(state)
+        assert all(torch.equal(own, state[name]) for name, own in guide.named_parameters())
 
 
 def test_arithmetic_on_a_whole_state_leaves_the_options():
     guide = make(KTied(2))
     for change in (
-        lambda value: value + 0.1,
         lambda value: value - 0.1,
         lambda value: 0.9 * value + 0.1 * value,
         lambda value: value.bfloat16(),
@@ -143,22 +135,17 @@ def test_differences_of_couplings_of_pruned_sites_and_of_many_sites_are_named():
         ps.KTiedGuide(model, 1).load_state_dict(ps.KTiedGuide(model, 2).state_dict())
 
 
-@pytest.mark.parametrize("change", ["shape", "missing", "unknown"])
-def test_a_state_that_does_not_fit_changes_nothing(change):
-    guide = make(MeanField())
-    state, before = snapshot(randomize(make(MeanField()))), snapshot(guide)
-    last = list(state)[-3]
-    if change == "shape":
-        state[last] = torch.zeros(7)
-    elif change == "missing":
-        del state[last]
-    else:
-        state["other"] = torch.zeros(3)
-    with pytest.raises(RuntimeError, match=r"size mismatch|Missing key|Unexpected key"):
-        guide.load_state_dict(state)
-    assert_unchanged(guide, before)
-    if change != "shape":
-        guide.load_state_dict(state, strict=False)
+def test_a_state_that_does_not_fit_changes_nothing():
+    guide, state = make(MeanField()), randomize(make(MeanField())).state_dict()
+    before, last = snapshot(guide), list(state)[-3]
+    missing = {name: value for name, value in state.items() if name != last}
+    for wrong in (state | {last: torch.zeros(7)}, missing, state | {"other": torch.zeros(3)}):
+        with pytest.raises(RuntimeError, match=r"size mismatch|Missing key|Unexpected key"):
+            guide.load_state_dict(wrong)
+        assert_unchanged(guide, before)
+    for names in (missing, state | {"other": torch.zeros(3)}):
+        guide.load_state_dict(before)
+        guide.load_state_dict(names, strict=False)
         assert not torch.equal(guide["net.0.weight"].loc, before["posteriors.net/0/weight.loc"])
 
 
@@ -231,3 +218,110 @@ def test_sharded_guides_load_and_check(tmp_path):
     for equal, message in on_two_ranks(load_sharded, tmp_path):
         assert equal
         assert "rank = 2 instead of 3" in message
+
+
+# ---- the state of the model, and parameters that are made after the optimizer --------------------
+
+
+def normalized():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return ps.Regressor(ps.bayesianize(net, normalization=False), 20, 0.1)
+
+
+def point_features():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return ps.Regressor(ps.bayesianize(net, {"2.*": 1.0, "*": None}), 20, 0.1)
+
+
+def saved(module):
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("make_of", [normalized, point_features])
+def test_predictions_without_the_models_own_state(make_of):
+    x = torch.randn(20, 3)
+    model = make_of()
+    guide = ps.MeanFieldGuide(model)
+    ps.fit(model, guide, (x, 1 + x[:, :1]), num_steps=5, progress=False)
+    states = saved(guide), saved(model)
+    ps.predict(model, guide, x, num_samples=2)  # warnings are errors
+    new_model = make_of()
+    new = ps.MeanFieldGuide(new_model)
+    new.load_state_dict(states[0])
+    with pytest.warns(ModelStateWarning, match=r"Load them too, `model.load_state_dict\(...\)`"):
+        ps.predict(new_model, new, x, num_samples=2)
+    again = ps.MeanFieldGuide(make_of())
+    again.load_state_dict(new.state_dict())
+    new_model.load_state_dict(states[1])
+    torch.manual_seed(0)
+    found = ps.predict(new_model, new, x, num_samples=2).mean
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, ps.predict(model, guide, x, num_samples=2).mean)
+
+
+def test_a_model_that_is_loaded_before_its_guide_or_trained_after_it_is_as_it_should_be():
+    x, model = torch.randn(20, 3), normalized()
+    data, guide = (x, 1 + x[:, :1]), ps.MeanFieldGuide(model)
+    ps.fit(model, guide, data, num_steps=5, progress=False)
+    for is_loaded in (True, False):
+        other = normalized()
+        if is_loaded:
+            other.load_state_dict(saved(model))
+        new = ps.MeanFieldGuide(other)
+        new.load_state_dict(saved(guide))
+        if not is_loaded:
+            ps.fit(other, new, data, num_steps=5, progress=False)
+        ps.predict(other, new, x, num_samples=2)  # warnings are errors
+    guide = ps.MeanFieldGuide(ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), 20, 0.1))
+    assert not [name for name in guide.state_dict() if name.endswith("model_sum")]  # sites alone
+
+
+def half_declared():
+    """Return a model of whose sites the first call finds one more, the noise."""
+    x, y = regression_data()
+    return HandWritten(), (x, y.expand(-1, 2))
+
+
+def step(model, guide, data, optimizer):
+    ps.StructuredELBO().differentiable_loss(model, guide, *data).backward()
+    optimizer.step()
+
+
+def optimizer_of(guide):
+    return torch.optim.SGD(guide.parameters(), lr=1e-3)
+
+
+def test_parameters_that_an_optimizer_cannot_have_are_named():
+    model, data = half_declared()
+    guide = ps.MeanFieldGuide(model)
+    optimizer = optimizer_of(guide)
+    with pytest.warns(NewParametersWarning, match=r"\['posteriors\.noise\.\w+'") as said:
+        step(model, guide, data, optimizer)
+    assert len(said) == 1
+    assert "initialize" in str(said[0].message)
+    step(model, guide, data, optimizer)  # it is said once
+    guide.initialize(*data)
+    model, data = make_regressor(), regression_data()
+    guide = ps.GlobalInducingGuide(model, 4)  # of the first batch
+    optimizer = optimizer_of(guide)
+    with pytest.warns(NewParametersWarning, match=r"target"):
+        step(model, guide, data, optimizer)
+
+
+def test_nothing_is_said_where_all_are_trained():
+    """Warnings are errors."""
+    (model, data), elbo = half_declared(), ps.StructuredELBO()
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*data)
+    step(model, guide, data, optimizer_of(guide))
+    guide = ps.MeanFieldGuide(model)
+    assert sum(1 for _ in guide.parameters()) > 0
+    ps.fit(model, guide, data, num_steps=1, progress=False)  # whose optimizer has them all
+    optim = pyro.optim.Adam({"lr": 0.01})
+    pyro.infer.SVI(model, ps.MeanFieldGuide(model), optim, elbo).step(*data)
+    guide = ps.MeanFieldGuide(model)
+    guide.__deepcopy__({})
+    guide.initialize(*data)

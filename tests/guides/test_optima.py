@@ -1,0 +1,250 @@
+"""Optima of guides on linear regressions against closed forms; memory of low rank and covariances.
+
+With noise s_i of output i and prior deviations p, the posterior has independent rows of weights, row i
+with the covariance ``(X'X / s_i^2 + diag(p)^-2)^-1``: a matrix normal where all s_i are equal.
+
+For a posterior covariance with eigenpairs ``(l_i, u_i)``, ``l_1 >= ... >= l_D``, the covariance of rank
+K plus ``s^2 I`` that is nearest in KL(q || posterior) keeps the first K eigenpairs and has the harmonic
+mean of the other eigenvalues as ``s^2`` (Lemma 3 of Tomczak et al.). The KL left over is
+``(D - K)/2 [log mean(1 / l_i) - mean log(1 / l_i)]`` over ``i > K``.
+"""
+
+import math
+from collections import namedtuple
+from functools import partial
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import LowRankNormal
+from pyro_structvi.families import FullCovariance, MeanField, Rowwise
+from pyro_structvi.sites.parameterization import parameters_of_rows
+from tests.lazy_weights import lazy
+from tests.models import local_latent_function
+
+SIZE, NUM_DATA, PRIOR, NOISE = 7, 20, 2.0, 0.3
+SPECTRUM = torch.tensor([2.0, 1.0, 0.5, 0.2, 0.12, 0.06, 0.03], dtype=torch.double)
+Regression = namedtuple("Regression", "x y noise scales mean covariance evidence")
+assert_near = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+
+
+def solved(x, y, noise, scales):
+    """Return a regression with its exact posterior and log evidence, for noise of each output."""
+    precisions = 1 / noise[:, None, None] ** 2
+    covariances = torch.linalg.inv(x.mT @ x * precisions + torch.diag(scales**-2))
+    mean = (covariances @ (x.mT @ y / noise**2).mT.unsqueeze(-1)).squeeze(-1)
+    marginals = x * scales**2 @ x.mT + torch.eye(len(x)) / precisions
+    evidence = MultivariateNormal(torch.zeros(len(x)), marginals).log_prob(y.mT).sum()
+    return Regression(x, y, noise, scales, mean, torch.block_diag(*covariances), evidence)
+
+
+def gap(guide, problem):
+    """Return log evidence - ELBO; a normal's log density needs the outputs' mean and variance only."""
+    q = guide["net.weight"]()
+    image = q.image(problem.x)
+    log_likelihood = Normal(image.mean, problem.noise).log_prob(problem.y).sum()
+    prior = Independent(Normal(torch.zeros_like(q.mean), problem.scales.expand_as(q.mean)), 2)
+    elbo = log_likelihood - (image.variance / problem.noise**2).sum() / 2 - kl_divergence(q, prior)
+    return problem.evidence - elbo
+
+
+def fit_exactly(guide, problem):
+    """Minimize the gap, scaled since torch's LBFGS ignores small products."""
+    options = {"history_size": 50, "max_iter": 5000, "tolerance_grad": 1e-7, "tolerance_change": 0}
+    optimizer = torch.optim.LBFGS(guide.parameters(), line_search_fn="strong_wolfe", **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = 1e6 * gap(guide, problem)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return guide["net.weight"]()
+
+
+def orthonormal(rows, columns):
+    return torch.linalg.qr(torch.randn(rows, columns)).Q
+
+
+def with_posterior(covariance):
+    """Choose X so that ``X'X / noise^2 + I / prior^2 = covariance^-1``."""
+    root = torch.linalg.cholesky(covariance.inverse() - torch.eye(SIZE) / PRIOR**2).mT
+    x = NOISE * orthonormal(NUM_DATA, SIZE) @ root
+    y = x @ torch.randn(SIZE, 1) + NOISE * torch.randn(NUM_DATA, 1)
+    problem = solved(x, y, torch.tensor([NOISE]), torch.full((SIZE,), PRIOR))
+    torch.testing.assert_close(problem.covariance, covariance)
+    return problem
+
+
+def low_rank_guide(rank, **options):
+    net = ps.bayesianize(nn.Linear(SIZE, 1, bias=False), prior=PRIOR)
+    return ps.AutoLowRankLRT(ps.Regressor(net, NUM_DATA, NOISE), rank, init_scale=0.1, **options)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_isotropic_optimum_is_that_of_lemma_3(rank):
+    vectors, precisions = orthonormal(SIZE, SIZE), 1 / SPECTRUM[rank:]
+    problem = with_posterior(vectors * SPECTRUM @ vectors.mT)
+    variance = 1 / precisions.mean()  # the harmonic mean
+    spectrum = torch.cat([SPECTRUM[:rank], variance.expand(SIZE - rank)])
+    guide = low_rank_guide(rank, diagonal="isotropic")
+    q = fit_exactly(guide, problem)
+    assert_near(q.mean, problem.mean)
+    assert_near(q.covariance_matrix, vectors * spectrum @ vectors.mT)
+    assert_near(q.scale.square().squeeze(), variance)
+    left_over = (SIZE - rank) / 2 * (precisions.mean().log() - precisions.log().mean())
+    assert_near(gap(guide, problem), left_over)
+
+
+def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal():
+    factors, diagonal = orthonormal(SIZE, 2), torch.linspace(0.05, 0.6, SIZE)
+    problem = with_posterior(factors @ factors.mT + torch.diag(diagonal))
+    isotropic, full = (low_rank_guide(2, diagonal=kind) for kind in ("isotropic", "full"))
+    fit_exactly(isotropic, problem)
+    assert_near(fit_exactly(full, problem).covariance_matrix, problem.covariance)
+    assert abs(gap(full, problem)) < 1e-6 < 0.1 < gap(isotropic, problem)
+
+
+@pytest.mark.parametrize(
+    ("make_guide", "noise"),
+    [
+        (ps.RowwiseGuide, [0.3, 0.5, 0.8]),
+        (ps.MatrixNormalGuide, [0.4] * 3),
+        (ps.FullCovarianceGuide, [0.4] * 3),
+    ],
+)
+def test_factors_find_the_exact_posterior_of_weights_and_biases(make_guide, noise):
+    """Inputs are far from zero, so that weights and biases are correlated."""
+    noise = torch.tensor(noise)
+    x = torch.randn(30, 4) @ (torch.eye(4) + 0.5) + torch.linspace(-1, 1, 4)
+    y = x @ torch.randn(4, 3) + 0.5 + noise * torch.randn(30, 3)
+    problem = solved(F.pad(x, (0, 1), value=1.0), y, noise, torch.tensor([0.7] * 4 + [1.5]))
+    net = ps.bayesianize(nn.Linear(4, 3), prior={"weight": 0.7, "bias": 1.5})
+    guide = make_guide(ps.Regressor(net, 30, noise_scale=noise), init_scale=0.1, join_bias=True)
+    q = fit_exactly(guide, problem)
+    assert_near(q.mean, problem.mean)
+    torch.testing.assert_close(q.covariance_matrix, problem.covariance, rtol=1e-5, atol=1e-8)
+    assert abs(gap(guide, problem)) < 1e-6
+
+
+# ---- constant diagonals --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "variance"),
+    [({"diagonal_variance": math.exp(-10)}, math.exp(-10)), ({}, 0.1**2 / SIZE)],
+)
+def test_a_constant_diagonal_has_no_parameter_and_stays(options, variance):
+    guide = low_rank_guide(2, diagonal="constant", **options)
+    posterior, data = guide["net.weight"], (torch.randn(NUM_DATA, SIZE), torch.randn(NUM_DATA, 1))
+    before = posterior().scale.clone()
+    assert {name for name, _ in posterior.named_parameters()} == {"loc", "factors"}
+    ps.fit(guide.model, guide, data, num_steps=20, lr=0.1, progress=False)
+    assert torch.equal(posterior().scale, before)
+    assert before.square().item() == pytest.approx(variance, rel=1e-15)
+
+
+def classifier(*layers, prior=1.0):
+    return ps.Classifier(ps.bayesianize(nn.Sequential(*layers), prior=prior), num_data=50)
+
+
+def test_a_constant_diagonal_follows_fan_in_and_prior_of_each_site():
+    prior = {"0.weight": 3.0, "0.bias": 0.2, "2.weight": dist.Cauchy(0.0, 1.0), "*": 5.0}
+    model = classifier(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2), prior=prior)
+    guide = ps.AutoLowRankLRT(model, diagonal="constant", join_bias=False)
+    expected = {"0.weight": 0.05, "0.bias": 0.02, "2.weight": 0.1 / 3**0.5, "2.bias": 0.1}
+    for name, scale in expected.items():
+        assert guide[f"net.{name}"]().scale.item() == pytest.approx(scale)
+    wide, narrow = (
+        ps.AutoLowRankLRT(classifier(nn.Linear(4, 3), prior=prior), diagonal="constant")
+        for prior in (0.4, 0.1)
+    )
+    narrow.load_state_dict(wide.state_dict())
+    assert narrow["net.0.weight"]().scale.item() == pytest.approx(0.04)
+    with pytest.raises(ValueError, match='constant"; with "full" it is learned'):
+        ps.AutoLowRankLRT(model, diagonal_variance=0.1)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def numbers_saved(compute, known):
+    """Return how many numbers autograd saves for the backward pass in storages that are not known."""
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = compute()
+    kept = storages.keys() - {tensor.untyped_storage().data_ptr() for tensor in known}
+    return sum(storages[address].nbytes() for address in kept) // output.element_size()
+
+
+@pytest.mark.parametrize("diagonal", ["isotropic", "full"])
+@pytest.mark.parametrize(("rank", "inputs", "out"), [(1, 16, 256), (5, 256, 16)])
+def test_a_layer_saves_at_most_what_the_paper_states(rank, inputs, out, diagonal):
+    """Table 1: (K + 2) numbers for each example and output; a full diagonal takes one more.
+
+    Parameters and inputs do not count. Norms, scales and coefficients of an example may be added, and
+    for a full diagonal the squares of inputs and scales. A weight for each example exceeds the bound.
+    """
+    full, batch = diagonal == "full", 256
+    shapes = (out, inputs), (rank, out, inputs), (out, inputs) if full else (), (batch, inputs)
+    known = *parameters, x = [torch.rand(shape).requires_grad_() for shape in shapes]
+    q = LowRankNormal(*parameters)
+    bound = (rank + 2 + full) * out * batch + (rank + 4) * batch
+    bound += (inputs * batch + inputs * out) * full
+    assert numbers_saved(lambda: F.linear(x, lazy(q)), known) <= bound
+    naive = numbers_saved(lambda: (q.rsample((batch,)) @ x.unsqueeze(-1)).squeeze(-1), known)
+    assert naive >= inputs * out * batch > bound
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message", "size"),
+    [
+        (FullCovariance, (784, 400), r"314,000 elements of .* 1\.43 TiB", 15),
+        (Rowwise, (30_000, 400), r"30,001 elements in each of the 400 rows of .* 5\.24 TiB", 5),
+    ],
+)
+def test_a_layer_that_takes_too_much_is_refused_before_anything_large_is_allocated(
+    family, sizes, message, size
+):
+    """Parameters, gradients and two moments are 4 (D + D (D + 1) / 2) numbers, factors 2 D^2."""
+
+    def make(*sizes, **options):
+        net = ps.bayesianize(nn.Linear(*sizes), prior=1.0)
+        model = ps.Classifier(net, num_data=10).float()
+        ps.StructuredGuide(model, {"*": family(join_bias=True, **options)})
+
+    with pytest.raises(MemoryError, match=rf"{message}.* 8 GiB\. Use AutoLowRankLRT, or .* larger"):
+        make(*sizes)
+    numbers = 15 // size * (4 * (size + size * (size + 1) / 2) + 2 * size**2)
+    gibibytes = numbers * 4 / 2**30
+    make(4, 3, max_memory=gibibytes * 1.001)
+    with pytest.raises(MemoryError, match=rf"{size} elements .* GiB"):
+        make(4, 3, max_memory=gibibytes * 0.999)
+
+
+# ---- full covariances ----------------------------------------------------------------------------
+
+
+def test_parameters_of_a_factor_give_it_back():
+    factor, loc = torch.randn(12, 12).tril(-1) + torch.rand(12).add(0.5).diag(), torch.zeros(4, 3)
+    found = FullCovariance().distribution(None, loc=loc, **parameters_of_rows(factor, loc))
+    torch.testing.assert_close(found.scale_tril, factor)
+
+
+def test_a_site_in_a_plate_gets_the_default():
+    guide = ps.FullCovarianceGuide(local_latent_function)
+    guide.initialize(torch.randn(6, 3), torch.randn(6))
+    assert isinstance(guide["weight"].family, FullCovariance)
+    assert guide["shift"].family == MeanField()
