@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import pyro_structvi as ps
 from benchmarks.figure_sources import metadata, short_run
+from pyro_structvi.plots import plot_band
 from pyro_structvi.plots.figures import DIVERGING, figure_of, make_panels
-from pyro_structvi.plots.predictions import draw_band
 
 DOCS = Path(__file__).parents[1]
 NUM_DRAWS = 400
@@ -292,9 +292,9 @@ def draw_regressions(panels: Iterable[Any], named: Iterable[tuple[str, Arrays]])
     x, y = (values.flatten().numpy() for values in cosine_data())
     grid = GRID.flatten().numpy()
     for panel, (title, own) in zip(panels, named, strict=False):
-        mean, scale = own["mean"], own["scale"]
-        bands = [(mean - width * scale, mean + width * scale) for width in (1, 2)]
-        draw_band(panel, grid, mean, bands, "mean", np.cos(4 * grid + 0.8), None)
+        truth = np.cos(4 * grid + 0.8)
+        plot_band(grid, own["mean"], own["scale"], panel, widths=(1, 2), truth=truth, label=None)
+        panel.set(xlabel="", ylabel="")
         panel.scatter(x[::2], y[::2], s=4, color="#D55E00", zorder=3)
         panel.set_ylim(-4, 4)
         panel.set_title(title, fontsize="medium")
