@@ -194,7 +194,7 @@ def _accepts(value: Any, hint: Any) -> bool:
 
 
 def _kind_of_values(hint: Any) -> type | None:
-    """Return the type whose values may be out of an annotation's range; None where it says a type."""
+    """Return the type whose values may be out of an annotation's range, or None."""
     base = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(base) is Literal:
         return str

@@ -39,7 +39,7 @@ def plates_around() -> Size:
 
 
 def inside_plate() -> bool:
-    """Whether a vectorized plate is around, in which each draw of a guide is another one."""
+    """Whether a vectorized plate is around, so that each particle has a draw of the guide."""
     handlers = _PYRO_STACK[_FIRST.get() :]
     return any(isinstance(each, IndepMessenger) and each.dim is not None for each in handlers)
 
@@ -64,7 +64,7 @@ def declared_samples(module: nn.Module) -> dict[str, Any]:
 
 
 def declared_name(module: PyroModule, attribute: str) -> str:
-    """Return the name that an attribute's site will have, which Pyro tells after the first run only."""
+    """Return the name that an attribute's site will have; Pyro has it after the first run only."""
     return f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
 
 
@@ -76,7 +76,7 @@ def site_name(module: PyroModule, attribute: str) -> str:
 def make_pyro_module(net: Any, base: type[PyroModule]) -> None:
     """Turn a module and all in it into PyroModules of a base class, in place.
 
-    Pyro's own conversion refuses classes with a metaclass of another kind, as that of ``abc.ABC``, and
+    Pyro's own conversion refuses classes with another metaclass, such as ``abc.ABC``'s, and
     takes each child out for a moment, which adapters of ``peft`` do not survive.
     """
     plain = [module for module in net.modules() if not isinstance(module, PyroModule)]
@@ -160,7 +160,7 @@ def fixed_draw_around() -> Any:
 
 
 def lists_values(module: PyroModule) -> bool:
-    """Whether a pass of a module's model is running, whose ``parameters()`` are those of the pass."""
+    """Whether a pass of a module's model is running, whose ``parameters()`` belong to the pass."""
     return module._pyro_context.active > 0 or fixed_draw_around() is not None
 
 

@@ -119,14 +119,14 @@ SpectralParametrization = _SpectralNorm
 def is_householder(parametrization: Any) -> bool:
     """Whether a parametrization makes a weight orthogonal by Householder reflections.
 
-    Only the private class says so. Without it columns of a draw would silently become zeros.
+    The private class alone is such a sign. Without it columns of a draw would silently become zeros.
     """
     is_orthogonal = isinstance(parametrization, _Orthogonal)
     return is_orthogonal and bool(parametrization.orthogonal_map.name == "householder")
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks around a module's forward pass, such as that of ``weight_norm``."""
+    """Return the hooks around a module's forward pass, such as ``weight_norm``'s."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
@@ -290,7 +290,7 @@ _WRITES_UNSAID = {  # running statistics, of which their schema says nothing
 
 
 def is_profiler_mark(operation: Any) -> bool:
-    """Whether an operation only tells a profiler where a function of an optimizer begins or ends."""
+    """Whether an operation only marks a function of an optimizer for a profiler."""
     is_operation = isinstance(operation, torch._ops.OpOverload)
     return is_operation and operation.namespace == "profiler"
 

@@ -41,7 +41,7 @@ class StructuredModel(EnsembleModel):
         num_draws: The number S of draws, evenly spaced ones if they are given. When None, all given
             draws, each member once of an ensemble of points, and 128 draws of other guides.
         input_transform: BoTorch's transform of inputs, if the guide was fitted to transformed inputs.
-        outcome_transform: Likewise for outcomes, after it has seen those of the fit. Functions are
+        outcome_transform: Likewise for outcomes; it has seen the outcomes of the fit. Functions are
             transformed back.
 
     Attributes:

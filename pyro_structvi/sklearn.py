@@ -235,7 +235,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     Attributes:
         model_: The model, of standardized targets.
         guide_: The fitted guide.
-        draws_: Draws of the posterior by site; those of chains have ``r_hat``.
+        draws_: Draws of the posterior by site; draws of chains have ``r_hat``.
         x_scaler_: The scaling of inputs.
         y_scaler_: The scaling of targets.
         n_features_in_: The number of inputs.
@@ -325,7 +325,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
 class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
     """Bayesian classification by a multi-layer perceptron.
 
-    Further arguments are those of :class:`BayesianMLPRegressor`.
+    It takes the further arguments of :class:`BayesianMLPRegressor`.
 
     Args:
         class_weight: Weights of the classes' log likelihoods, a dictionary, or "balanced" for weights

@@ -41,7 +41,7 @@ LARGEST = 4096  # elements of a weight whose covariance is formed to bring it in
 class RandomWeight(RandomTensor):
     """A weight with a structured posterior, or the weight or bias of a joint posterior.
 
-    Linear maps take their moments from the distribution; other functions take those of its elements.
+    Linear maps take their moments from the distribution; other functions from its elements.
     """
 
     distribution: WeightDistribution

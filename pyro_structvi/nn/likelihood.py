@@ -110,7 +110,7 @@ class Likelihood(RandomModule):
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         """Return a lower bound of each example's expected log likelihood, in closed form.
 
-        ``mean`` and ``variance`` are those of normal outputs, ``(batch, ...)``.
+        ``mean`` and ``variance`` describe normal outputs, ``(batch, ...)``.
 
         Raises:
             NotImplementedError: If this likelihood has no such bound.

@@ -152,7 +152,7 @@ def geometry_of(layer: Any) -> dict[str, Any]:
 class RankOneConv(RankOneLayer):
     """A convolution with a random scale for each input and each output channel.
 
-    The arguments are those of :class:`RankOneLinear`. With groups, ``input_scale`` still has a number
+    It takes the arguments of :class:`RankOneLinear`. With groups, ``input_scale`` still has a number
     for each input channel.
     """
 

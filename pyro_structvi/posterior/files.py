@@ -263,7 +263,7 @@ def _read_guide(text: str, model: Any, tensors: Mapping[str, Tensor]) -> Structu
                 return _make_guide(name, model, _with_tuples(options))
             case {"family": str(name), "options": dict(options)}:
                 return _make_family(name, _with_tuples(options))
-        return value  # of options or patterns
+        return _with_tuples(value)
 
     try:
         guide = json.loads(text, object_hook=decode)

@@ -184,7 +184,7 @@ def to_inference_data(
     """Draw from a posterior and return inference data for ArviZ.
 
     The dimensions of a weight ``net.0.weight`` are named ``net.0.weight_out``, ``net.0.weight_in`` and
-    ``net.0.weight_kernel``, those of observations ``obs_id``, ``obs_dim_0`` and so on.
+    ``net.0.weight_kernel``; observations have ``obs_id``, ``obs_dim_0`` and so on.
 
     Args:
         model: A model that samples its observations when called with inputs only.

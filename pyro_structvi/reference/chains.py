@@ -31,7 +31,7 @@ class Chains:
     """Microcanonical Langevin chains, all in one pass, from coordinates ``(C, D)``.
 
     A step whose energy changes without bound is not taken: the chain stays with the opposite velocity,
-    and its next steps are smaller. Of the steps since the warm-up, ``num_moved`` ``(C,)`` were taken.
+    and its next steps are smaller. ``num_moved`` ``(C,)`` counts the steps taken since the warm-up.
     """
 
     def __init__(self, position: Tensor, gradients: Gradients) -> None:

@@ -45,7 +45,7 @@ class _Site:
 
 
 def _of_noise(site: LatentSite, q: GaussianWeight) -> _Site:
-    """Take the noise of a Gaussian posterior as coordinates; that of a draw is unknown, and drawn."""
+    """Take the noise of a Gaussian posterior as coordinates, drawn anew for a draw."""
     shape = q.batch_shape + q.noise_shape
     return _Site(
         site,

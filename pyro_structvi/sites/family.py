@@ -74,7 +74,7 @@ class MatrixFamily(Family):
             posterior for both, as by default. The bias of ``<name>weight<suffix>`` is the site
             ``<name>bias<suffix>`` of shape ``(out,)``, if there is one and the family fits both
             together. Otherwise, with False, and where its first matching pattern does not match the
-            weight, the bias has a separate family: that of its pattern, or mean field.
+            weight, the bias has the family of its pattern, or mean field.
     """
 
     join_bias: bool = field(default=True, kw_only=True, repr=False)

@@ -186,7 +186,7 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.
-        RuntimeError: If the guide knows no site yet.
+        RuntimeError: If the guide has no site yet.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize

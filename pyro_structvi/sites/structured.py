@@ -233,7 +233,7 @@ class StructuredGuide(OwningAutoGuide):
     ) -> dict[str, Tensor]:
         """Return posterior quantiles of each element of each site, ``(num, *shape)``, by site.
 
-        Further arguments are those of :meth:`median`.
+        It takes the further arguments of :meth:`median`.
 
         Raises:
             ValueError: If a number is not from 0 to 1.

@@ -181,7 +181,7 @@ class Eigenbasis(MatrixFamily):
         return EigenbasisNormal(parameters["loc"], scale, rows, columns, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the unit of steps; for angles that of a row of as many entries."""
+        """Return the unit of steps; angles have the unit of a row of as many entries."""
         if name not in self.delayed:
             return super().unit(site, name, value)
         out, size = site.shape[0], site.shape[1:].numel()

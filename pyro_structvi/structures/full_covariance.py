@@ -161,7 +161,7 @@ class _FullOutputs(GaussianOutputs):
 def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
     r"""Return :math:`f = K^\top e` with a gradient of smaller variance.
 
-    The gradient with respect to K is :math:`e\,g^\top`. Where f does not determine e, the conditional
+    The gradient with respect to K is :math:`e\,g^\top`. If f does not determine e, the conditional
     expectation :math:`E[e \mid f] = K (K^\top K)^{-1} f` replaces e. Draws are ``(*sample, *batch,
     E)`` for ``K (*batch, D, E)`` with E less than D and ``e (*sample, *batch, D)``.
 

@@ -44,7 +44,7 @@ def check_distribution(
 
     Args:
         q: An instance with random arguments, at most some dozen elements, any batch shape. Dense layers
-            check event shapes of two dimensions, and convolutions those of more.
+            check event shapes of two dimensions, and convolutions of more.
         covariance: A function of such a distribution to its dense covariance ``(*batch, D, D)`` by
             definition; by default the covariance of its draws.
         mean: Likewise its mean; by default the mean of its draws.

@@ -70,7 +70,7 @@ class Subject(Contract):
         self.close(rule.format("`covariance_matrix`"), found.covariance_matrix, covariance)
 
     def compare_densities(self, rule: str, found: Any, mean: Tensor, covariance: Tensor) -> None:
-        """Compare the density with that of a dense normal, if the weight is normal."""
+        """Compare the density with a dense normal's, if the weight is normal."""
         if not self.is_normal:
             return
         event_dim = len(found.event_shape)

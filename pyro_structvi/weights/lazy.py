@@ -110,7 +110,7 @@ class WeightPlaceholder(Tensor):
 
 
 class ArrangedView(WeightPlaceholder):
-    """A placeholder whose dimensions are those of a weight in another order, such as a transpose."""
+    """A placeholder of a weight with its dimensions in another order, such as a transpose."""
 
     base: WeightPlaceholder
     _dims: tuple[int, ...]

@@ -63,7 +63,7 @@ class _Recorder(DispatchMode):
         """Run an operation and record it.
 
         Raises:
-            RuntimeError: If Python reads a value that only the step knows, or if the size of a result
+            RuntimeError: If Python reads a value computed in the step, or if the size of a result
                 depends on values.
         """
         kwargs = kwargs or {}
@@ -271,7 +271,7 @@ class Record:
             return bool(self._run_reads(*inputs, *self._read_tensors) == self._read)
 
     def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
-        """Let a compiler fuse the operations; random numbers stay those of torch's generators.
+        """Let a compiler fuse the operations; random numbers still come from torch's generators.
 
         Args:
             backend: A backend of ``torch.compile``.
