@@ -112,7 +112,7 @@ def test_no_module_is_shadowed_by_a_function_of_its_name():
         name, package = name_of(file), name_of(file.parent)
         if file.stem == "__init__" or file.parent.name in OPTIONAL:
             continue
-        value = getattr(importlib.import_module(package), file.stem, None)
+        value = vars(importlib.import_module(package)).get(file.stem)
         if value is not None and not inspect.ismodule(value):
             shadowed.append(name)
     assert shadowed == []

@@ -16,7 +16,14 @@ from numpyro.infer.util import log_density
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_structvi._checks import Count, check_finite, check_tensors, checked, warn_user
+from pyro_structvi._checks import (
+    Count,
+    check_finite,
+    check_no_nan,
+    check_tensors,
+    checked,
+    warn_user,
+)
 from pyro_structvi.reference.draws import ChainDraws, convergence_of
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
@@ -120,6 +127,7 @@ def nuts(
     translated = to_numpyro(model)
     for name, value in (("x", x), ("y", y)):
         check_tensors(name, value)
+        check_no_nan(name, value)
         check_finite(name, value)
     if not model.is_num_data_given:  # `fit` sets it likewise
         model.num_data = len(x)
