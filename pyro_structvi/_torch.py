@@ -119,7 +119,7 @@ SpectralParametrization = _SpectralNorm
 def is_householder(parametrization: Any) -> bool:
     """Whether a parametrization makes a weight orthogonal by Householder reflections.
 
-    The private class alone is such a sign. Without it columns of a draw would silently become zeros.
+    Only the private class shows it. Without it columns of a draw would silently become zeros.
     """
     is_orthogonal = isinstance(parametrization, _Orthogonal)
     return is_orthogonal and bool(parametrization.orthogonal_map.name == "householder")

@@ -20,6 +20,7 @@ from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer import fit
 from pyro_structvi.posterior import predict
 from pyro_structvi.posterior.passes import count_draws, spaced
+from pyro_structvi.sites.site_posterior import stack_draws
 
 __all__ = ["StructuredModel"]
 
@@ -226,7 +227,6 @@ def _draws_of(
         chosen = spaced(available, num_draws or available)
         return {name: values[chosen] for name, values in posterior.items()}, None
     if posterior.is_of_points and num_draws is None:
-        members = [member.draw() for member in posterior.members]
-        draws = {name: torch.stack([each[name] for each in members]) for name in members[0]}
+        draws = stack_draws([member.draw() for member in posterior.members])
         return draws, posterior.weights.clone()
     return posterior.joint_posterior().draw_many(range(num_draws or DEFAULT_DRAWS)), None

@@ -1,4 +1,4 @@
-"""What checks of arguments accept, and how their messages begin."""
+"""Each message about arguments, word for word."""
 
 import inspect
 import re
@@ -45,77 +45,81 @@ def test_arguments_that_fit_pass():
     assert [checks.shape_text(shape) for shape in ((), [3, 2])] == ["()", "(3, 2)"]
 
 
-NO_COUNTS = (0, -1, 1.0, True, "1", None)
-WRONG_TYPES = [
-    # A check, how its message begins, and the arguments after the name.
-    ("shape", "`x` must be a torch.Tensor, but got 3", 3, (1,), "(N,)"),
-    ("mask", "`x` must be a tensor of booleans, but", torch.ones(2)),
-    ("tensors", "`x` must be a tensor, or a tuple for a model", ()),
-    ("tensors", "`x[1]` must be a tensor", (torch.ones(1), 3)),
-]
-WRONG_VALUES = [
-    (
-        "shape",
-        "`x` must have shape (N,) = (1,), but got (2,), beside `y`",
-        SINGLE,
-        (1,),
-        "(N,)",
-        "y",
-    ),
-    *(
-        (
-            "broadcastable",
-            "`x` must broadcast to the shape of `loc` = (4, 3), but",
-            each,
-            *BROADCAST,
-        )
-        for each in map(torch.zeros, [(4,), (2, 3), (1, 4, 3), (0,)])
-    ),
-    *(
-        ("positive", "`x` must be positive and finite everywhere, but", values.requires_grad_())
-        for values in (double(1.0, 0.0), double(NAN, 1.0), double(1.0, INF))
-    ),
-    ("cholesky_factor", "`x` must be lower triangular, but", double([1.0, 0.5], [2.0, 1.0])),
-    ("cholesky_factor", "`x.diagonal()` must be pos", double([1.0, 0.0], [2.0, 0.0])),
-    *(
-        ("positive_number", f"`x` must be a positive number, but got {each!r}.", each)
-        for each in (0, -1.0, NAN, INF, True, "1", None)
-    ),
-    *(
-        ("", f"`x` must be a whole number of at least 1, but got {n!r}.", n, checks.Count)
-        for n in NO_COUNTS
-    ),
-    (
-        "same_kind",
-        "`x` must have the dtype of `loc`, torch.float64, but",
-        SINGLE,
-        "loc",
-        double(1.0),
-    ),
-    ("same_kind", "`x` must have the device of `loc`, meta, but got cpu", SINGLE, "loc", META),
-    ("no_nan", "`x` holds 2 NaN of 3 values", double(NAN, 1.0, NAN)),
-    ("no_nan", "`x` must hold values", META),
-    ("real", "`x` must hold real numbers, but got", torch.ones(2).long()),
-    ("real", "`x` must hold real numbers in at least 2", torch.ones(2), 2),
-    ("finite", "`x` must be finite everywhere, but is not.", double(1.0, INF)),
-    *(
-        ("classes", "`x` must hold whole numbers of at", values, 3)
-        for values in (torch.tensor([3]), torch.tensor([-1]), torch.ones(1))
-    ),
-    ("tensors", "`x` must hold at least one example", torch.ones(())),
-]
+def refused(message, check, *arguments, error=ValueError):
+    return pytest.param(check, arguments, error, message, id=f"{check}: {message}")
+
+
+POSITIVE = "`x` must be positive and finite everywhere, but"
+STANDARD_DEVIATION = (
+    " Pass a standard deviation, for instance `x.exp()` of an unconstrained tensor."
+)
+LOWER = (
+    "`x` must be lower triangular, but it has an entry 0.5 above the diagonal. Pass "
+    "`torch.linalg.cholesky(covariance)`, or `x.tril()`."
+)
+DTYPE = (
+    "`x` must have the dtype of `loc`, torch.float64, but got torch.float32. Convert it with "
+    "`x.to(loc)`."
+)
+DEVICE = "`x` must have the device of `loc`, meta, but got cpu. Convert it with `x.to(loc)`."
+HOLDS_NAN = (
+    "`x` holds 2 NaN of 3 values. Drop those rows or fill them in first, for instance with "
+    "`torch.nan_to_num(x)`."
+)
+BESIDE = "`x` must have shape (N,) = (1,), but got (2,), beside `y`."
 
 
 @pytest.mark.parametrize(
-    ("error", "rows"),
-    [(TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES)],
-    ids=["types", "values"],
+    ("check", "arguments", "error", "message"),
+    [
+        refused("`x` must be a torch.Tensor, but got 3", "shape", 3, (1,), "(N,)", error=TypeError),
+        refused(BESIDE, "shape", torch.zeros(2), (1,), "(N,)", "y"),
+        *(
+            refused(
+                f"`x` must broadcast to the shape of `loc` = (4, 3), but got shape {shape}.",
+                *("broadcastable", torch.zeros(shape), *BROADCAST),
+            )
+            for shape in [(4,), (2, 3), (1, 4, 3), (0,)]
+        ),
+        *(
+            refused(POSITIVE, "positive", values.requires_grad_())
+            for values in (double(1.0, 0.0), double(NAN, 1.0), double(1.0, INF))
+        ),
+        refused(LOWER, "cholesky_factor", double([1.0, 0.5], [2.0, 1.0])),
+        refused("`x.diagonal()` must be pos", "cholesky_factor", double([1.0, 0.0], [2.0, 0.0])),
+        *(
+            refused(f"`x` must be a positive number, but got {each!r}.", "positive_number", each)
+            for each in (0, -1.0, NAN, INF, True, "1", None)
+        ),
+        *(
+            refused(
+                f"`x` must be a whole number of at least 1, but got {value!r}.",
+                *("", value, checks.Count),
+            )
+            for value in (0, -1, 1.0, True, "1", None)
+        ),
+        refused(DTYPE, "same_kind", SINGLE, "loc", torch.ones(3, dtype=torch.float64)),
+        refused(DEVICE, "same_kind", torch.zeros(2, dtype=torch.float32), "loc", META),
+        refused(HOLDS_NAN, "no_nan", double(NAN, 1.0, NAN)),
+        refused("`x` must hold values", "no_nan", META),
+        refused("`x` must hold real numbers, but got", "real", torch.ones(2).long()),
+        refused("`x` must hold real numbers in at least 2", "real", torch.ones(2), 2),
+        refused("`x` must be finite everywhere, but is not.", "finite", double(1.0, INF)),
+        refused("`x` must be a tensor of booleans, but", "mask", torch.ones(2), error=TypeError),
+        *(
+            refused("`x` must hold whole numbers of at", "classes", values, 3)
+            for values in (torch.tensor([3]), torch.tensor([-1]), torch.ones(1))
+        ),
+        refused("`x` must be a tensor, or a tuple for a model", "tensors", (), error=TypeError),
+        refused("`x[1]` must be a tensor", "tensors", (torch.ones(1), 3), error=TypeError),
+        refused("`x` must hold at least one example", "tensors", torch.ones(())),
+    ],
 )
-def test_arguments_that_do_not_fit(error, rows):
-    for check, message, *arguments in rows:
-        function = getattr(checks, f"check_{check}" if check else "check")
-        with pytest.raises(error, match=f"^{re.escape(message)}"):
-            function("x", *arguments)
+def test_arguments_that_do_not_fit(check, arguments, error, message):
+    function = getattr(checks, f"check_{check}" if check else "check")
+    with pytest.raises(error, match=f"^{re.escape(message)}") as raised:
+        function("x", *arguments)
+    assert check != "positive" or str(raised.value).endswith(STANDARD_DEVIATION)
 
 
 # ---- annotations ---------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """Properties that hold for every net and guide, on random small architectures."""
 
+import copy
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,3 +141,31 @@ def test_draws_in_one_pass_are_those_one_by_one(case):
     torch.testing.assert_close(together.functions, functions, rtol=1e-9, atol=1e-10)
     first = {key: value[0] for key, value in draws.items()}
     torch.testing.assert_close(guide.to_net(first).eval()(x), functions[0], rtol=1e-9, atol=1e-10)
+
+
+@on_random_nets
+def test_a_loaded_posterior_predicts_as_the_saved_one(case):
+    model, name, x, y, seed = case
+    guide = make_guide(model, name, x, y)
+    with tempfile.TemporaryDirectory() as folder:
+        ps.save(Path(folder) / "file", model, guide)
+        loaded = ps.load(Path(folder) / "file", model)
+    found = []
+    for each in (guide, loaded):
+        torch.manual_seed(seed)
+        found.append(ps.predict(model, each, x, num_samples=3).functions)
+    assert torch.equal(*found)
+
+
+@on_random_nets
+def test_single_precision_is_double_precision_to_its_rounding(case):
+    """Within 1e-4 of the largest function value, for nets of at most six layers."""
+    model, name, x, y, seed = case
+    guide = make_guide(model, name, x, y)
+    torch.manual_seed(seed)
+    draws = guide.joint_posterior().draw_many(range(3))
+    double = ps.predict(model, draws, x).functions
+    single = {key: value.float() for key, value in draws.items()}
+    found = ps.predict(copy.deepcopy(model).float(), single, x.float()).functions
+    assert found.dtype == torch.float32
+    assert (found - double).abs().max() <= 1e-4 * double.abs().max().clamp_min(1.0)

@@ -1,13 +1,16 @@
 """Estimators of scikit-learn."""
 
+import pickle
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy.stats import norm
+from sklearn.base import clone
 from sklearn.datasets import load_iris
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import check_estimator
@@ -72,13 +75,24 @@ def test_a_points_predictive_distribution_is_normal(table):
     assert np.abs(z.var(1) - 1).max() < 5 * np.sqrt(2 / 4000)
 
 
-def test_it_is_a_part_of_searches_and_leaves_the_random_state(table):
-    pipeline = make_pipeline(MinMaxScaler(), BayesianMLPRegressor((4,), **POINT))
-    before = torch.get_rng_state()
-    search = GridSearchCV(pipeline, {"bayesianmlpregressor__prior_scale": [0.5, 1.0]}, cv=2)
-    search.fit(*table)
+def test_it_is_an_estimator_as_others(table):
+    inputs, targets = table
+    estimator = BayesianMLPRegressor((4,), **POINT)
+    search = GridSearchCV(
+        make_pipeline(MinMaxScaler(), estimator),
+        {"bayesianmlpregressor__prior_scale": [0.5, 1.0]},
+        cv=2,
+    ).fit(inputs, targets)
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert np.isfinite(cross_val_score(clone(estimator), inputs, targets, cv=2)).all()
+    frame = pd.DataFrame(inputs, columns=["a", "b", "c"])
+    fitted = estimator.fit(frame, targets)
+    assert [*fitted.feature_names_in_] == ["a", "b", "c"]
+    again = pickle.loads(pickle.dumps(fitted))
+    np.testing.assert_array_equal(again.predict(frame), fitted.predict(frame))
+    random_state = torch.get_rng_state()
+    clone(estimator).fit(inputs, targets)
+    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 @pytest.mark.slow

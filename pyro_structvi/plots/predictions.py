@@ -63,7 +63,8 @@ def plot_band(
         label: Name of the function in the legend; no legend when None.
 
     Raises:
-        ValueError: If sizes differ, a standard deviation is negative, or there is not one kind of bands.
+        ValueError: If sizes differ, a standard deviation is negative, or bands are given twice or not at
+            all.
 
     Example:
         >>> ax = plot_band([0.0, 1.0, 2.0], [0.0, 1.0, 0.0], [0.1, 0.2, 0.3], widths=(1, 2))

@@ -101,7 +101,8 @@ def load(
             needs a model that declares its sites, as ``bayesianize`` does.
 
     Returns:
-        The guide. Without ``guide`` one of a user's class has the nearest class of this package.
+        The guide. A guide of a user's class has the nearest class of this package, unless it is passed
+        as ``guide``.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -115,7 +116,7 @@ def load(
     devices = (own.device for own in _state_of("model", model).values() if not own.is_meta)
     header, tensors = _read(Path(path), next(devices, torch.device("cpu")))
     if guide is None:
-        guide = _read_guide(header["guide"], model, tensors)
+        guide = _read_guide(header, model, tensors)
     check_options(guide, tensors, "guide.")
     parts: dict[str, Any] = {"model": model, "guide": guide}
     states = {name: _state_of(name, part) for name, part in parts.items()}
@@ -252,7 +253,9 @@ def _write_guide(guide: StructuredGuide, tensors: dict[str, Tensor]) -> str:
     return json.dumps(guide, default=encode)
 
 
-def _read_guide(text: str, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:
+def _read_guide(
+    header: Mapping[str, Any], model: Any, tensors: Mapping[str, Tensor]
+) -> StructuredGuide:
     """Return the guide that :func:`_write_guide` describes, at its initial parameters."""
 
     def decode(value: dict[str, Any]) -> Any:
@@ -260,25 +263,22 @@ def _read_guide(text: str, model: Any, tensors: Mapping[str, Tensor]) -> Structu
             case {"tensor": str(key)}:
                 return tensors[key]
             case {"guide": str(name), "options": dict(options)}:
-                return _make_guide(name, model, _with_tuples(options))
+                return _make_guide(name, model, options)
             case {"family": str(name), "options": dict(options)}:
-                return _make_family(name, _with_tuples(options))
-        return _with_tuples(value)
+                return _make_family(name, options)
+        # Options, or patterns: JSON has lists in place of tuples.
+        return {key: tuple(own) if isinstance(own, list) else own for key, own in value.items()}
 
     try:
-        guide = json.loads(text, object_hook=decode)
+        guide = json.loads(header["guide"], object_hook=decode)
         guide.site_names  # noqa: B018
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"`path` must be a file of `pyro_structvi.save`, but its header describes no guide ({error})"
             ". Make the guide and pass it as `guide=`."
         ) from error
     own: StructuredGuide = guide
     return own
-
-
-def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(own) if isinstance(own, list) else own for key, own in options.items()}
 
 
 def _make_guide(name: str, model: Any, options: dict[str, Any]) -> StructuredGuide:

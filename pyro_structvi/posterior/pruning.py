@@ -55,7 +55,8 @@ def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningRepo
         amount: The fraction of zeros over all sites, including earlier calls, at least 0 and below 1.
 
     Raises:
-        ValueError: If ``amount`` is out of range or smaller than before, or without inducing weights.
+        ValueError: If ``amount`` is out of range or smaller than before, or the guide has no inducing
+            weights.
 
     Example:
         >>> from pyro_structvi import Classifier, InducingWeightGuide, bayesianize
@@ -99,7 +100,8 @@ def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
         amount: As for :func:`prune_inducing_factors`.
 
     Raises:
-        ValueError: As :func:`prune_inducing_factors`, without a mean-field weight or vector.
+        ValueError: If ``amount`` is out of range or smaller than before, or the guide has no mean-field
+            weight or vector.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize

@@ -125,19 +125,10 @@ def nuts(
         )
     start = time.perf_counter()
     translated = to_numpyro(model)
-    for name, value in (("x", x), ("y", y)):
-        check_tensors(name, value)
-        check_no_nan(name, value)
-        check_finite(name, value)
+    _check_data(model, x, y)
     if not model.is_num_data_given:  # `fit` sets it likewise
         model.num_data = len(x)
         translated = replace(translated, num_data=len(x))
-    if model.num_data != len(x):
-        raise ValueError(
-            f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
-            f"got {len(x)}: a sampler needs all the data at each step. Pass all of it, or make the "
-            "model with the `num_data` that it is to learn from."
-        )
     example = _check_translation(model, translated, x, y)
     with jax.enable_x64(True):
         kernel = NUTS(
@@ -177,6 +168,19 @@ def nuts(
             DivergenceWarning,
         )
     return draws
+
+
+def _check_data(model: Any, x: Tensor, y: Tensor) -> None:
+    for name, value in (("x", x), ("y", y)):
+        check_tensors(name, value)
+        check_no_nan(name, value)
+        check_finite(name, value)
+    if model.is_num_data_given and model.num_data != len(x):
+        raise ValueError(
+            f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
+            f"got {len(x)}: a sampler needs all the data at each step. Pass all of it, or make the "
+            "model with the `num_data` that it is to learn from."
+        )
 
 
 def _check_translation(

@@ -168,8 +168,8 @@ class OwningAutoGuide(AutoGuide):
         """Load the state dict of a guide with the same families and options; see torch.
 
         Raises:
-            RuntimeError: If families, options or shapes differ, or names with ``strict``, and nothing
-                changes.
+            RuntimeError: If families, options or shapes differ, or names with ``strict``. Nothing has
+                changed then.
         """
         check_options(self, state_dict, "")
         own = self.state_dict()

@@ -68,10 +68,10 @@ def _outermost(module: Any) -> list[nn.Module]:
 
 @checked
 def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
-    """Use one sample of the posterior, values by site, in all calls of the model in a block.
+    """Use one sample of the posterior in all calls of the model in a block.
 
-    That of :meth:`draw` when None, it is differentiable by the parameters of the guide. Guides and
-    :func:`predict` sample as usual inside of the block.
+    The sample has values by site; None for a new one of :meth:`draw`. It is differentiable by the
+    parameters of the guide. Guides and :func:`predict` sample as usual inside of the block.
 
     Returns:
         A context manager that returns the values.

@@ -90,7 +90,8 @@ class SitePosterior(nn.Module):
     def forward(self) -> TorchDistribution:
         """Return the posterior at the current parameters.
 
-        Without gradients a :class:`FactoredFamily`'s is reused as long as they stay equal.
+        Without gradients the distribution of a :class:`FactoredFamily` is reused as long as the
+        parameters stay equal.
         """
         values = {name: self.value(name) for name in self._names}
         is_kept = isinstance(self.family, FactoredFamily) and not torch.is_grad_enabled()
@@ -225,8 +226,8 @@ def couple(
 ) -> Coupling | None:
     """Return the coupling of the sites of a family, or None for independent sites.
 
-    Families with a coupling register theirs. ``scale`` is the standard deviation of
-    each element at the start.
+    Families with a coupling register theirs. ``scale`` is the standard deviation of each element at the
+    start.
     """
     return None
 

@@ -10,7 +10,7 @@ from scipy.stats import ncf, norm
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.diagnostics import expected_coverage, gradient_snr, spectra
+from pyro_structvi.diagnostics import compress_scales, expected_coverage, gradient_snr, spectra
 from pyro_structvi.diagnostics.gradient_noise import _moments, _summary
 from tests.diagnostics.conjugate import NOISE, SITE, make_model
 from tests.models import make_regressor, regression_data
@@ -223,6 +223,9 @@ def test_counts_with_bounds_included_and_the_error_is_that_of_the_examples():
     found = expected_coverage(prediction, y, levels=[0.5])[0.5]
     assert (found.observed, found.standard_error) == (0.5, pytest.approx(math.sqrt(0.25 / 4)))
     assert [*expected_coverage(prediction, y)] == [0.5, 0.8, 0.9, 0.95]
+    low, high = prediction.interval(0.5)
+    for end in (low, high):
+        assert expected_coverage(prediction, end, levels=[0.5])[0.5].observed == 1.0
     y = torch.tensor([[0.0, 9.0], [0.0, 0.0], [9.0, 9.0]])  # several targets count each
     found = expected_coverage(normal_prediction(torch.zeros(3, 2), 1.0), y, [0.8])[0.8]
     assert (found.observed, found.standard_error) == (0.5, pytest.approx(math.sqrt(0.16 / 3)))
@@ -236,3 +239,20 @@ def test_other_observations_and_levels_are_refused():
         expected_coverage(prediction, y + torch.nan)
     with pytest.raises(ValueError, match="`levels` must hold at least one level"):
         expected_coverage(prediction, y, [])
+
+
+def test_compressed_scales_have_the_rank_and_are_near_the_best():
+    """The best approximation that may be negative leaves the other squared singular values."""
+    model, data = make_regressor(), regression_data()
+    guide = ps.MeanFieldGuide(model, init_scale=0.1)
+    ps.fit(model, guide, data, num_steps=100, lr=0.05, progress=False)
+    before, name = spectra(guide)["net.0.weight"], "net.0.weight"
+    for rank in (1, 2):
+        compressed = compress_scales(guide, rank)
+        assert spectra(compressed)[name].scale[rank:].max() < 1e-12
+        assert torch.equal(compressed[name]().mean, guide[name]().mean)
+        error = (compressed[name]().stddev - guide[name]().stddev).square().sum().detach()
+        best = before.scale[rank:].square().sum()
+        if rank == 1:
+            torch.testing.assert_close(error, best, rtol=1e-9, atol=1e-12)
+        assert best * (1 - 1e-9) <= error <= 1.5 * best + 1e-12

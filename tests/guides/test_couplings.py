@@ -178,3 +178,17 @@ def test_layers_of_two_families_share_apart():
     names = {f"net.{n}.weight+bias" for n in (0, 2)}
     names |= {f"inducing_weights of net.{n}.weight" for n in (0, 2)}
     assert set(ps.StructuredELBO().terms(model, guide, *regression_data()).kl) == names
+
+
+@pytest.mark.parametrize("kind", ["full", "full, shared"])
+def test_a_scale_of_model_and_guide_weighs_all_of_the_divergence(kind):
+    guide = make_guide(**KINDS[kind])
+    guide.initialize(*regression_data())
+    elbo, data = ps.StructuredELBO(), regression_data()
+    plain = elbo.terms(guide.model, guide, *data).kl
+    scaled = (poutine.scale(program, scale=0.25) for program in (guide.model, guide))
+    weighed = elbo.terms(*scaled, *data).kl
+    assert weighed.keys() == plain.keys()
+    assert ("shared" in kind) == (len(plain) == 3)
+    for name, nats in plain.items():
+        close(weighed[name], 0.25 * nats)

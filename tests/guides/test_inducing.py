@@ -125,9 +125,13 @@ def test_a_bound_keeps_a_value_of_up_to_half_of_it_and_leaves_gradients():
     close(values[:10], x[:10].exp(), rtol=1e-8)
 
 
-def test_scales_stay_below_their_bounds():
+def test_scales_start_at_the_bounds_half_at_most_and_stay_below():
+    """The prior has 0.7: the start would be 0.2 / 0.7 for both."""
     bounds = {"max_conditional_scale": 0.03, "max_inducing_scale": 0.1}
     guide = make_guide(biased_model()[0], init_scale=0.2, **bounds)
+    q = guide["net.weight"]()
+    close(q.conditional_scale, torch.tensor(0.015))
+    close(q.inducing.scale, torch.full(SHAPE, 0.05))
     with torch.no_grad():
         for name in ("log_conditional_scale", "inducing_log_scale"):
             guide["net.weight"].value(name).fill_(20.0)

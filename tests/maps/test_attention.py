@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import pyro_structvi as ps
 from pyro_structvi.maps.attention import attention
 from pyro_structvi.weights.lazy import LazyWeight
 from tests.lazy_weights import lazy, narrow_normal
@@ -132,3 +133,42 @@ def test_examples_come_first_in_both_projections(batch_first, monkeypatch):
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
     assert met == {"in": (BATCH, LENGTH, SIZE), "out": (BATCH, LENGTH, SIZE)}
     assert not any(weight.is_drawn for weight in weights.values())
+
+
+class Attends(nn.Module):
+    """Self-attention, or attention of the first half of positions to the second."""
+
+    def __init__(self, cross):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(SIZE, HEADS, batch_first=True)
+        self.head = nn.Linear(SIZE, 2)
+        self.cross = cross
+
+    def forward(self, x):
+        other = x[:, 2:] if self.cross else x
+        return self.head(self.attention(x[:, :2] if self.cross else x, other, other)[0].mean(1))
+
+
+def drawn_in_a_step(net, monkeypatch, **options):
+    model = ps.Classifier(ps.bayesianize(net, normalization=True), 6)
+    data = torch.randn(6, LENGTH, SIZE), torch.randint(2, (6,))
+    guide = ps.KTiedGuide(model, **options)
+    guide.initialize(*data)
+    drawn = set()
+    draw = LazyWeight.draw
+    with monkeypatch.context() as patch:
+        patch.setattr(LazyWeight, "draw", lambda self: drawn.add(self.use.name) or draw(self))
+        ps.StructuredELBO().loss_and_grads(model, guide, *data)
+    for name, parameter in guide.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.abs().max() > 0, name
+    return drawn
+
+
+def test_only_the_packed_weight_of_cross_attention_is_drawn(monkeypatch):
+    for join_bias in (False, True):
+        drawn = drawn_in_a_step(Attends(cross=False), monkeypatch, join_bias=join_bias)
+        assert drawn == set()
+    drawn = drawn_in_a_step(Attends(cross=True), monkeypatch)
+    assert "net.attention.in_proj_weight" in drawn
+    assert "net.head.weight" not in drawn

@@ -309,3 +309,15 @@ def test_a_convolution_call_is_read_whatever_way_it_is_written(dim, positional):
 def test_other_functions_are_no_linear_maps_of_their_weight():
     for function in (F.embedding, F.embedding_bag, torch.matmul, torch.Tensor.add, len):
         assert parse_application(function, (torch.ones(2), torch.ones(2)), {}) is None
+
+
+@pytest.mark.parametrize(("args", "keywords"), [("xwb", ""), ("x", "wb"), ("xw", "")])
+def test_a_linear_call_is_read_whatever_way_it_is_written(args, keywords):
+    values = {"x": torch.randn(5, 3), "w": torch.randn(2, 3), "b": torch.randn(2)}
+    names = {"x": "input", "w": "weight", "b": "bias"}
+    positional = tuple(values[key] for key in args)
+    application = parse_application(F.linear, positional, {names[k]: values[k] for k in keywords})
+    assert application.linear_map == DenseMap()
+    assert application.x is values["x"]
+    assert application.weight is values["w"]
+    assert application.bias is (values["b"] if "b" in args + keywords else None)

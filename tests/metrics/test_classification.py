@@ -164,3 +164,13 @@ def test_ties_count_with_the_average_over_their_orders():
     for order in (torch.arange(5), torch.tensor([4, 3, 2, 1, 0]), torch.randperm(5)):
         found = risk_coverage(uncertainty[order], loss[order])
         assert found.area == pytest.approx(area, abs=1e-12)
+
+
+def test_perfect_and_useless_scores():
+    low, high = torch.rand(40), 2 + torch.rand(20)
+    perfect = detection_scores(low, high)
+    assert (perfect.auroc, perfect.fpr_at_95) == (1, 0)
+    assert (perfect.aupr, perfect.aupr_inside) == (pytest.approx(1), pytest.approx(1))
+    constant = detection_scores(torch.zeros(40), torch.zeros(20))
+    assert (constant.auroc, constant.aupr, constant.fpr_at_95) == (0.5, pytest.approx(1 / 3), 1)
+    assert constant.aupr_inside == pytest.approx(2 / 3)

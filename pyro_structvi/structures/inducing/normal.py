@@ -125,7 +125,7 @@ class InducingNormal(AugmentedNormal):
 
         ``inducing`` is over ``(M_out, M_in)``: independent normals, a matrix normal, a full
         covariance, or a :class:`PointMixture`, whose KL is omitted, as for ensembles; None if a guide
-        draws them separately, see :meth:`condition`. The class has the other arguments.
+        draws them separately, see :meth:`condition`. Other arguments are as for the class.
         """
         if inducing is not None:
             check_inducing("inducing", inducing.mean, joint, validate_args)
