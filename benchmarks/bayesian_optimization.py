@@ -28,6 +28,9 @@ from botorch.models import SingleTaskGP
 from botorch.optim import optimize_acqf
 from botorch.test_functions import Ackley, Branin, Hartmann
 from gpytorch.mlls import ExactMarginalLogLikelihood
+from sklearn.datasets import load_diabetes
+from sklearn.model_selection import KFold, cross_val_score
+from sklearn.svm import SVR
 from torch import Tensor, nn
 
 import pyro_structvi as ps
@@ -38,18 +41,73 @@ from pyro_structvi.reference import mclmc
 
 
 class Problem(NamedTuple):
-    """A function to be maximized, the number of random inputs, and rounds of batches of inputs."""
+    """The function of a trial, the number of random inputs, and rounds of batches of inputs."""
 
-    function: Any
+    make_function: Callable[[int], Any]
     start: int
     rounds: int
     batch: int
 
 
+class DrawnNet:
+    """A function of ten inputs: a net of two hidden layers of 50 units with random weights."""
+
+    dim, bounds = 10, torch.tensor([[-1.0], [1.0]]).expand(2, 10)
+
+    def __init__(self, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.weights = [
+            scale * torch.randn(rows, columns, generator=random)
+            for scale, rows, columns in ((1.0, 10, 50), (0.3, 50, 50), (0.15, 50, 1))
+        ]
+        self.optimal_value = self._maximum(random)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for weight in self.weights[:-1]:
+            x = (x @ weight.to(x)).tanh()
+        return (x @ self.weights[-1].to(x)).squeeze(-1)
+
+    def _maximum(self, random: torch.Generator) -> float:
+        """Return the best of 512 local maxima."""
+        x = (2 * torch.rand(512, self.dim, generator=random) - 1).requires_grad_()
+        optimizer = torch.optim.Adam([x], lr=0.03)
+        for _ in range(500):
+            optimizer.zero_grad()
+            (-self(x).sum()).backward()
+            optimizer.step()
+            x.data.clamp_(-1.0, 1.0)
+        return float(self(x).detach().max())
+
+
+class SupportVectors:
+    """The error of a support vector regression: its penalty, its margin, and scales of ten inputs.
+
+    The value is minus the cross-validated root mean squared error on scikit-learn's diabetes data. The
+    maximum is unknown, so that the "regret" is the error.
+    """
+
+    dim, optimal_value = 12, 0.0
+    bounds = torch.tensor([[0.0, -1.0] + [-2.0] * 10, [3.0, 2.0] + [1.0] * 10])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tensor([self._value(row) for row in x], dtype=x.dtype)
+
+    @staticmethod
+    def _value(x: Tensor) -> float:
+        features, targets = load_diabetes(return_X_y=True)
+        scaled = features / features.std(0) * (10 ** x[2:]).numpy()
+        machine = SVR(C=float(10 ** x[0]), epsilon=float(10 ** x[1]), gamma=0.1, max_iter=50_000)
+        folds = KFold(5, shuffle=True, random_state=0)
+        score = "neg_root_mean_squared_error"
+        return float(cross_val_score(machine, scaled, targets, cv=folds, scoring=score).mean())
+
+
 PROBLEMS = {
-    "Branin": Problem(Branin(negate=True), 6, 8, 3),
-    "Hartmann 6": Problem(Hartmann(6, negate=True), 20, 10, 4),
-    "Ackley 10": Problem(Ackley(10, negate=True), 30, 10, 6),
+    "Branin": Problem(lambda trial: Branin(negate=True), 6, 8, 3),
+    "Hartmann 6": Problem(lambda trial: Hartmann(6, negate=True), 20, 10, 4),
+    "Ackley 10": Problem(lambda trial: Ackley(10, negate=True), 30, 10, 6),
+    "drawn net 10": Problem(DrawnNet, 30, 10, 6),
+    "support vectors 12": Problem(lambda trial: SupportVectors(), 30, 10, 6),
 }
 
 
@@ -76,7 +134,7 @@ def main() -> None:
 
 def optimize(problem: Problem, method: str, trial: int, is_quick: bool) -> tuple[float, float]:
     """Return the regret of the best value that was found, and the seconds of a fit."""
-    function, rounds = problem.function, 2 if is_quick else problem.rounds
+    function, rounds = problem.make_function(trial), 2 if is_quick else problem.rounds
     low, high = function.bounds
     torch.manual_seed(trial)
     x = torch.rand(problem.start, function.dim)
