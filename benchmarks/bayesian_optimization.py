@@ -63,6 +63,7 @@ class DrawnNet:
         self.optimal_value = self._maximum(random)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the values at inputs of shape ``(..., 10)``."""
         for weight in self.weights[:-1]:
             x = (x @ weight.to(x)).tanh()
         return (x @ self.weights[-1].to(x)).squeeze(-1)
@@ -90,6 +91,7 @@ class SupportVectors:
     bounds = torch.tensor([[0.0, -1.0] + [-2.0] * 10, [3.0, 2.0] + [1.0] * 10])
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the values at inputs of shape ``(n, 12)``."""
         return torch.tensor([self._value(row) for row in x], dtype=x.dtype)
 
     @staticmethod
