@@ -46,6 +46,7 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
 REFINED = 10_000  # examples at most that "auto" refines, since each step takes all of them
 NUM_DRAWS = 200  # of a guide
 DRAWS_OF_CHAIN = 100
+INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
 
 @dataclass(eq=False, repr=False)
@@ -156,7 +157,7 @@ class _BayesianMLP(BaseEstimator):
         """Return draws of the posterior by site, from chains or from the guide."""
         guide = self.guide_
         if self._is_refined(len(data[0])):
-            warmup = 3 * self.num_sampling_steps // 10
+            warmup = 6 * self.num_sampling_steps // 10
             thinning = max(1, (self.num_sampling_steps - warmup) // DRAWS_OF_CHAIN)
             with warnings.catch_warnings():
                 # Chains stay in their basins; `draws_.r_hat` is the measure of their disagreement.
@@ -168,6 +169,7 @@ class _BayesianMLP(BaseEstimator):
                     num_chains=self.num_members,
                     thinning=thinning,
                     energy_variance=self.energy_variance,
+                    initial_energy_variance=max(INITIAL_ENERGY_VARIANCE, self.energy_variance),
                     seed=int(torch.randint(2**31, ())),
                     progress=self.progress,
                 )
@@ -224,7 +226,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
             are not refined; none when 0.
         refine: Whether to sample by :func:`~pyro_structvi.reference.mclmc` from the guide; "auto" for at
             most 10,000 examples, since each step takes all of them.
-        num_sampling_steps: The number of steps of each chain, three tenths for warm-up.
+        num_sampling_steps: The number of steps of each chain, six tenths for warm-up.
         energy_variance: See :func:`~pyro_structvi.reference.mclmc`; smaller values have less bias and
             need more steps.
         dtype: "float32" or "float64".

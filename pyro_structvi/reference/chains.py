@@ -49,33 +49,40 @@ class Chains:
         self.num_moved = torch.zeros(len(position), dtype=torch.long, device=position.device)
         self.num_steps = 0
 
-    def warm_up(self, count: int, variance: float, progress: bool) -> None:
-        """Tune step sizes by the energy's change, and the length by the width of the posterior."""
+    def warm_up(self, count: int, initial: float, variance: float, progress: bool) -> None:
+        """Tune step sizes by the energy's change, and the length by the width of the posterior.
+
+        The target variance of the change falls from ``initial`` to ``variance`` over three quarters of
+        the steps. Large steps at first leave the start sooner (Sommer et al. 2025).
+        """
         size = self.position.shape[-1]
-        self._most_change = LARGEST_CHANGE + LARGEST_DEVIATION * math.sqrt(size * variance)
         sums = self.position.new_zeros(3, size, dtype=torch.float64)  # of 1, positions and squares
         # In double precision, for the sixth power of small steps.
         step = self.step_size.double().squeeze(-1)
         # Each begins as if some steps of this size had had the target's change, so that one step with a
         # small change by chance does not enlarge it much; likewise after a failed step.
         weights = torch.full_like(step, TRUST)
-        weighted = weights / step**6
+        weighted = initial * weights / step**6
         # The mean over the last quarter has the rare large changes, too, which the adaptation forgets.
         total = torch.zeros_like(step)
         for number in tqdm(range(count), desc="warm-up", disable=not progress):
+            target = variance * (initial / variance) ** max(0.0, 1 - number / (0.75 * count))
+            self._most_change = LARGEST_CHANGE + LARGEST_DEVIATION * math.sqrt(size * target)
             change, moved = self._move()
             change = torch.where(moved, change, self._most_change)
             # The change is of the order of step^3: an average of change^2 / step^6 predicts the step.
-            relative = change.double().square() / (size * variance) + 1e-8
-            weight = torch.exp(-0.5 * (relative.log() / (6 * SPREAD)).square())
+            square = change.double().square() / size + 1e-8 * target
+            weight = torch.exp(-0.5 * ((square / target).log() / (6 * SPREAD)).square())
             decay = (MEMORY - 1) / (MEMORY + 1)
             if number >= 3 * count // 4:
-                total = total + relative / step**6
+                total = total + square / step**6
             weighted = torch.where(
-                moved, decay * weighted + weight * relative / step**6, TRUST / (step / 2) ** 6
+                moved,
+                decay * weighted + weight * square / step**6,
+                TRUST * target / (step / 2) ** 6,
             )
             weights = torch.where(moved, decay * weights + weight, TRUST)
-            step = ((weighted / weights) ** (-1 / 6)).clamp_max(self.length)
+            step = ((weighted / (target * weights)) ** (-1 / 6)).clamp_max(self.length)
             step = step.clamp_min(SMALLEST_STEP * self.length)
             if bool((step <= SMALLEST_STEP * self.length).all()):
                 raise RuntimeError(
@@ -90,7 +97,7 @@ class Chains:
                 mean, squares = sums[1:] / sums[0]
                 self.length = math.sqrt(float((squares - mean.square()).sum())) or self.length
                 sums.zero_()
-        tuned = (total / (count - 3 * count // 4)) ** (-1 / 6)
+        tuned = (total / (variance * (count - 3 * count // 4))) ** (-1 / 6)
         self.step_size = tuned.clamp_max(self.length).unsqueeze(-1).to(self.position)
 
     def step(self) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ def mclmc(
     num_chains: Count = 8,
     thinning: Count | None = None,
     energy_variance: Positive = 5e-4,
+    initial_energy_variance: Positive | None = None,
     adjusted: bool = False,
     compiled: Compiled = "auto",
     seed: int = 0,
@@ -74,6 +75,9 @@ def mclmc(
             when None.
         energy_variance: Target variance of the energy's change in a step, per dimension, in squared
             nats.
+        initial_energy_variance: Target at the first step of the warm-up, from which it falls
+            geometrically to ``energy_variance`` over three quarters of the warm-up; the same when None.
+            A larger one explores more of a net's posterior before the draws.
         adjusted: Whether each trajectory is accepted or rejected, so that the posterior is exact.
         compiled: Whether inductor compiles the gradient, which needs a C++ compiler and changes
             rounding. "auto" compiles it if the gradients to come take more than a minute without.
@@ -138,7 +142,8 @@ def mclmc(
         num_gradients = 2 * (num_warmup + num_draws * thinning)
         chains = Chains(position, gradients_of(target, position, num_gradients, compiled))
         transition = chains.transition if adjusted else chains.step
-        chains.warm_up(num_warmup, energy_variance, progress)
+        initial = initial_energy_variance or energy_variance
+        chains.warm_up(num_warmup, initial, energy_variance, progress)
         kept: list[dict[str, Tensor]] = []
         try:
             for _ in tqdm(range(num_draws), desc="mclmc", disable=not progress):

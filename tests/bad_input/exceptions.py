@@ -29,6 +29,7 @@ FINE = {
     "nuts.seed": "zero, negative, huge",
     "mclmc.seed": "zero, negative, huge",
     "mclmc.energy_variance": "huge",
+    "mclmc.initial_energy_variance": "huge",
     "tie_scales.steps": "zero",
     "*.padding": "zero",
     "*.num_data": "huge",

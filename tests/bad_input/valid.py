@@ -290,6 +290,7 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
         "num_chains": 2,
         "thinning": 1,
         "energy_variance": 1e-3,
+        "initial_energy_variance": 1e-2,
     },
     "nuts": lambda: {
         "model": regressor(),

@@ -333,3 +333,28 @@ def test_what_cannot_be_sampled_is_refused():
 
     with pytest.raises(ValueError, match=r"The sites \['extra'\] of `model` are missing"):
         sample(larger, guide, data, progress=False)
+
+
+def test_the_first_steps_are_as_large_as_their_target_says():
+    """The change of the energy has the variance that is asked for, within a factor of 3, at both ends."""
+    size, initial, final, changes = 50, 0.02, 1e-4, []
+    precision = torch.linspace(1.0, 400.0, size)
+
+    class Recorded(Chains):
+        def _move(self, *args, **kwargs):
+            change, moved = super()._move(*args, **kwargs)
+            changes.append(change.square().mean() / size)
+            return change, moved
+
+    def gradients(z):
+        return -(precision * z.square()).sum(-1) / 2, -precision * z
+
+    position = torch.randn(20, size) / precision.sqrt()
+    warm = Recorded(position, gradients)
+    warm.warm_up(1000, initial, final, progress=False)
+    first, last = (torch.stack(part).mean() for part in (changes[50:100], changes[-250:]))
+    assert 1 / 3 < first / initial < 3
+    assert 1 / 3 < last / final < 3
+    plain = Chains(position, gradients)
+    plain.warm_up(1000, final, final, progress=False)
+    assert (warm.step_size / plain.step_size).log().abs().max() < 0.1
