@@ -336,7 +336,7 @@ def test_what_cannot_be_sampled_is_refused():
 
 
 def test_the_first_steps_are_as_large_as_their_target_says():
-    """The change of the energy has the variance that is asked for, within a factor of 3, at both ends."""
+    """The energy changes by the variance that is asked for, within a factor of 3, at both ends."""
     size, initial, final, changes = 50, 0.02, 1e-4, []
     precision = torch.linspace(1.0, 400.0, size)
 
