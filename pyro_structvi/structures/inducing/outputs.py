@@ -79,8 +79,7 @@ class MatheronBases:
     def project(self, inducing: Tensor) -> Tensor:
         """Return the conditional mean, as a matrix, for whitened inducing weights."""
         with autocast_off(inducing):
-            projected: Tensor = self.rows.mT @ inducing @ self.columns
-        return projected
+            return self.rows.mT @ inducing @ self.columns
 
     def variance(self, inducing: WeightDistribution, hidden: Tensor, squared: Tensor) -> Tensor:
         r"""Return the variances ``(..., positions, out)``, for :math:`C x` and :math:`|\sigma x|^2`."""
@@ -201,9 +200,8 @@ class MatheronOutputs(GaussianOutputs):
         draws = self._inducing.rsample(hidden.shape[: hidden.dim() - event_dim])
         if channel == -1:
             return (hidden.flatten(-event_dim, -2) @ draws.mT).reshape(*hidden.shape[:-1], -1)
-        columns = draws @ hidden.flatten(channel + 1)
-        images: Tensor = columns.unflatten(-1, hidden.shape[channel + 1 :])
-        return images
+        columns: Tensor = draws @ hidden.flatten(channel + 1)
+        return columns.reshape(*columns.shape[:-1], *hidden.shape[channel + 1 :])
 
     def _repeat(self, tensor: Tensor, sample: torch.Size) -> Tensor:
         """Repeat for each draw; with positions, the draws become examples of the batch."""
