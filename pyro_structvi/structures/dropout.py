@@ -131,10 +131,6 @@ class BernoulliDropout(WeightDistribution):
         return self._odds * self.loc.square()
 
     @property
-    def variance_sum(self) -> Tensor:
-        return self._odds * self.loc.square().sum()
-
-    @property
     def covariance_matrix(self) -> Tensor:
         """The dense covariance ``(D, D)``, with one block for each channel."""
         channels = torch.arange(self.num_channels, device=self.loc.device)

@@ -67,10 +67,6 @@ class FullNormal(GaussianWeight):
         return self.scale_tril.tril().square().sum(-1).reshape(self.loc.shape)
 
     @property
-    def variance_sum(self) -> Tensor:
-        return self.scale_tril.tril().square().sum((-2, -1))
-
-    @property
     def log_det_covariance(self) -> Tensor:
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 

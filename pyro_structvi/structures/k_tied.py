@@ -163,12 +163,8 @@ class KTied(MatrixFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> KTiedNormal:
-        return KTiedNormal(
-            parameters["loc"],
-            parameters["log_row_scale"].exp(),
-            parameters["log_column_scale"].exp(),
-            validate_args=False,
-        )
+        rows, columns = parameters["log_row_scale"].exp(), parameters["log_column_scale"].exp()
+        return KTiedNormal(parameters["loc"], rows, columns, validate_args=False)
 
 
 class KTiedGuide(StructuredGuide):

@@ -121,12 +121,18 @@ class LowRankNormal(GaussianWeight):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        r"""The log determinant of the covariance, of a K x K matrix.
-
-        :math:`\sum_d \log\sigma_d^2 + \log\det(I + \alpha V^\top\operatorname{diag}(\sigma^{-2}) V)`.
-        """
-        low_rank = log_det(self._capacitance(self._whitened_gram)).to(self.loc.dtype)
+        low_rank = log_det(self._capacitance).to(self.loc.dtype)
         return 2 * self._diagonal_sum(self.scale.log()) + low_rank
+
+    @property
+    def _capacitance(self) -> Tensor:
+        r"""The K x K matrix :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`, in double."""
+        batch_dim = len(self.batch_shape)
+        if self.is_isotropic:
+            gram = self._gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+        else:
+            gram = row_gram(self.factors / self.scale.unsqueeze(batch_dim), batch_dim)
+        return identity_like(gram) + self.alpha * gram
 
     @property
     def _flat_factors(self) -> Tensor:
@@ -143,23 +149,12 @@ class LowRankNormal(GaussianWeight):
         return row_gram(self.factors, len(self.batch_shape))
 
     @property
-    def _whitened_gram(self) -> Tensor:
-        r""":math:`V^\top \operatorname{diag}(\sigma^{-2}) V`, double, ``(*batch_shape, K, K)``."""
-        if self.is_isotropic:
-            return self._gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
-        batch_dim = len(self.batch_shape)
-        return row_gram(self.factors / self.scale.unsqueeze(batch_dim), batch_dim)
-
-    def _capacitance(self, whitened_gram: Tensor) -> Tensor:
-        r"""Return :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`."""
-        return identity_like(whitened_gram) + self.alpha * whitened_gram
-
-    @property
     def precision_directions(self) -> Tensor:
         r"""The u in the precision :math:`\operatorname{diag}(\sigma^{-2}) - \sum_k u_k u_k^\top`."""
         scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
         factors = self._flat_factors.double() / scale.unsqueeze(-2)
-        tril = tril_or_nan(self._capacitance(factors @ factors.mT))
+        gram = factors @ factors.mT
+        tril = tril_or_nan(identity_like(gram) + self.alpha * gram)
         directions = torch.linalg.solve_triangular(tril, factors, upper=False)
         scaled: Tensor = self.alpha**0.5 * directions / scale.unsqueeze(-2)
         return scaled.reshape(self.factors.shape)
@@ -273,12 +268,9 @@ class _LowRankOutputs(GaussianOutputs):
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
     """Return the number of dimensions of a weight, or raise an error if shapes are ambiguous."""
-    found = []
-    for batch_dim in range(loc.dim()):
-        batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]
-        rank = factors.shape[batch_dim : batch_dim + 1]
-        if factors.shape == batch + rank + event and rank.numel() > 0:
-            found.append(len(event))
+    shape = factors.shape
+    fitting = (dim for dim in range(loc.dim()) if shape[:dim] + shape[dim + 1 :] == loc.shape)
+    found = [loc.dim() - dim for dim in fitting if shape[dim] > 0]
     if event_dim in found:
         return event_dim
     given = f"{shape_text(factors.shape)} for {shape_text(loc.shape)}"
@@ -376,9 +368,8 @@ class LowRank(MatrixFamily):
             scale = loc.new_full((), math.sqrt(self.diagonal_variance))
         else:
             scale = parameters["log_scale"].exp()
-        return LowRankNormal(
-            loc, parameters["factors"], scale, self._alpha, site.event_dim, validate_args=False
-        )
+        factors, event_dim = parameters["factors"], site.event_dim
+        return LowRankNormal(loc, factors, scale, self._alpha, event_dim, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
         """Return the unit of steps, a tenth of the site's unit for directions."""

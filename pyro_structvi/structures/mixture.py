@@ -231,6 +231,9 @@ class MixtureGuide(StructuredGuide):
                     yield number
 
 
+NOISE = 0.01  # of the root mean square of a start, so that scalars differ, too
+
+
 def _members_of_draws(weights: Tensor, count: int) -> list[int]:
     """Return the members of the first draws; any number of successive draws follows the weights."""
     shares = weights.tolist()
@@ -245,25 +248,19 @@ def _members_of_draws(weights: Tensor, count: int) -> list[int]:
 def _start_of_member(
     values: Mapping[str, Tensor], number: int, site: LatentSite, start: Tensor
 ) -> Tensor:
-    """Return the value of a site if there is one; the start of the first member."""
+    """Return the value of a site if there is one, or the start, in random order after member 0."""
     if site.name in values:
         return values[site.name]
-    return _in_random_order(site, start) if number else start
-
-
-def _in_random_order(site: LatentSite, start: Tensor) -> Tensor:
-    """Return the unconstrained elements of a start in random order, plus a little noise."""
+    if number == 0:
+        return start
     bijection = bijection_onto(site.support)
-    values = bijection.inv(start)
-    order = torch.randperm(values.numel(), device=values.device)
-    permuted = values.flatten()[order].reshape(values.shape)
+    free = bijection.inv(start)
+    order = torch.randperm(free.numel(), device=free.device)
+    permuted = free.flatten()[order].reshape(free.shape)
     size = permuted.square().mean().sqrt()
     noise = NOISE * torch.where(size > 0, size, 1.0) * torch.randn_like(permuted)
     moved: Tensor = bijection(permuted + noise)
     return moved
-
-
-NOISE = 0.01  # of the root mean square of a start, so that scalars differ, too
 
 
 T = TypeVar("T")

@@ -37,9 +37,8 @@ class PointEstimate(Family):
         return {"loc": bijection_onto(site.support).inv(loc).clone()}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMass:
-        return PointMass(
-            bijection_onto(site.support)(parameters["loc"]), site.event_dim, validate_args=False
-        )
+        value = bijection_onto(site.support)(parameters["loc"])
+        return PointMass(value, site.event_dim, validate_args=False)
 
 
 class MAPGuide(StructuredGuide):

@@ -63,10 +63,6 @@ class RowwiseNormal(GaussianWeight):
         return self.scale_tril.square().sum(-1).reshape(self.loc.shape)
 
     @property
-    def variance_sum(self) -> Tensor:
-        return self.scale_tril.square().sum((-3, -2, -1))
-
-    @property
     def log_det_covariance(self) -> Tensor:
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
 
@@ -84,9 +80,8 @@ class RowwiseNormal(GaussianWeight):
         out, size = self.scale_tril.shape[-3:-1]
         channel_dim, filters = linear_map.channel_dim, self.scale_tril.mT.flatten(-3, -2)
         whitened = linear_map(x, filters).unflatten(channel_dim, (out, size))
-        norms = torch.linalg.vector_norm(whitened, dim=channel_dim, dtype=self.loc.dtype)
-        variance: Tensor = norms.square()
-        return variance
+        norms: Tensor = torch.linalg.vector_norm(whitened, dim=channel_dim, dtype=self.loc.dtype)
+        return norms.square()
 
     def spread(self, moment: Tensor) -> Tensor:
         """Return the diagonal matrices of ``tr(L_i' S L_i)``."""

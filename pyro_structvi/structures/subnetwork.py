@@ -214,14 +214,10 @@ class SubnetworkGuide(StructuredGuide):
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         super().initialize(*args, **kwargs)
-        family = self.families["*"]
+        family, own = self.families["*"], self._own_posteriors()
         assert isinstance(family, Subnetwork)
-        chosen = family.chosen or {}
-        missing = [
-            name
-            for name in chosen
-            if name not in self or not isinstance(self[name].family, Subnetwork)
-        ]
+        served = {each.site.name for each in own if isinstance(each.family, Subnetwork)}
+        missing = [name for name in family.chosen or {} if name not in served]
         if missing:
             raise ValueError(
                 f"`chosen` has masks for {missing}, but of the model's sites {self.site_names} only "
