@@ -132,7 +132,6 @@ class BernoulliDropout(WeightDistribution):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(D, D)``, with one block for each channel."""
         channels = torch.arange(self.num_channels, device=self.loc.device)
         of = self._spread(channels).expand(self.event_shape)
         same = of.flatten() == of.flatten().unsqueeze(-1)

@@ -160,7 +160,6 @@ class LowRankNormal(GaussianWeight):
         return scaled.reshape(self.factors.shape)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d``, in double precision."""
         difference, event_dim = difference.double(), len(self.event_shape)
         whitened = (difference / self.scale.double()).flatten(-event_dim)
         directions = self.precision_directions.flatten(-event_dim)
@@ -198,7 +197,6 @@ class LowRankNormal(GaussianWeight):
         return _LowRankOutputs(self, linear_map, x, mean, variance)
 
     def spread(self, moment: Tensor) -> Tensor:
-        """Return ``alpha sum_k V_k S V_k'``, plus the diagonal part's variances."""
         directions = self.factors.reshape(self.rank, self.event_shape[0], -1)
         low_rank = torch.einsum("kia,...ab,kjb->...ij", directions, moment, directions)
         unit = self.as_matrix(self.scale.square().expand(self.loc.shape))
@@ -214,7 +212,6 @@ class LowRankNormal(GaussianWeight):
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "LowRankNormal | None":
-        """Return the distribution in another order, or None for a stack."""
         if arrangement.stack:
             return None
         loc, factors = arrangement(self.loc), arrangement(self.factors)

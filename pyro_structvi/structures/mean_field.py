@@ -134,7 +134,6 @@ class LogScaleNormal(MeanFieldNormal):
 
     @property
     def scale(self) -> Tensor:  # type: ignore[override]
-        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return self.log_scale.exp()
 
     @grad_cached_property
@@ -207,7 +206,6 @@ class PrunedNormal(MeanFieldNormal):
         return Normal(self.loc, torch.where(self.kept, self.scale, 1.0), validate_args=False)
 
     def _event_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the kept elements."""
         return super()._event_sum(torch.where(self.kept, tensor, 0.0))
 
 

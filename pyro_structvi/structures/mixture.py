@@ -326,7 +326,6 @@ class JointMixture:
         return stack_draws([self.draw(local, number) for number in members])
 
     def median(self) -> dict[str, Tensor]:
-        """Return the weighted mean of the members' medians."""
         medians = stack_draws([each.median() for each in self._guide.members])
         weights = self._guide.weights
         return {

@@ -67,12 +67,10 @@ class RowwiseNormal(GaussianWeight):
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return ``L_i e_i`` for each row i."""
         rows = torch.einsum("...ij,...ikj->...ik", self.as_matrix(noise), self.scale_tril)
         return self.as_weight(rows)
 
     def whiten(self, difference: Tensor) -> Tensor:
-        """Return ``L_i^-1 d_i`` for each row i."""
         return self.as_weight(solve_lower(self.scale_tril, self.as_matrix(difference)))
 
     def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
@@ -84,7 +82,6 @@ class RowwiseNormal(GaussianWeight):
         return norms.square()
 
     def spread(self, moment: Tensor) -> Tensor:
-        """Return the diagonal matrices of ``tr(L_i' S L_i)``."""
         covariances = self.scale_tril @ self.scale_tril.mT
         return torch.diag_embed(torch.einsum("iab,...ab->...i", covariances, moment))
 
@@ -102,11 +99,8 @@ class Rowwise(MemoryLimitedFamily):
     Parameters are ``loc``, ``log_diagonal (out, in)`` and ``lower (out, in (in - 1) / 2)``, the
     entries of each Cholesky factor below the diagonal, divided by the diagonal entry of their row.
 
-    In training a site takes, for its P = out in + out in (in + 1) / 2 parameters,
-
-    .. math:: (4 P + 2\,\text{out}\,\text{in}^2) \times \text{bytes of a number}
-
-    with gradients, Adam's two moments, and the dense factors; 16 out in^2 bytes in float32.
+    In training a site takes 4 P + 2 out in^2 numbers for its P = out in + out in (in + 1) / 2 parameters
+    with their gradients, Adam's two moments, and the dense factors; 16 out in^2 bytes in float32.
     Intermediate results of a step are not included.
 
     Args:

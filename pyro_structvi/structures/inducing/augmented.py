@@ -66,8 +66,6 @@ class AugmentedMatrixNormal:
     .. math:: E[W \mid U] = \sigma B_r^\top \tilde U B_c, \qquad
         \operatorname{Cov}[W \mid U] = \sigma^2 (I - P_r \otimes P_c).
 
-    The factors are computed once, at their first use.
-
     Args:
         row_factor: :math:`Z_r`, ``(*batch, M_out, out)``.
         column_factor: :math:`Z_c`, ``(*batch, M_in, in)``.
@@ -363,7 +361,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
             return v, seen.double()
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)`` by the extended Matheron rule."""
         return self._draw(as_size("sample_shape", sample_shape)).weight()
 
     def draw_factored(self) -> MatheronDraw:

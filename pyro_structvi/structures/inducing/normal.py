@@ -89,8 +89,7 @@ class InducingNormal(AugmentedNormal):
                 [0.0000, 0.7500]])
 
     References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", Eq. 7-9.
+        Ritter et al. (2021), as for :class:`AugmentedMatrixNormal`, Eq. 7-9.
     """
 
     @checked
