@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi.linalg.matrices import floored_sqrt, solve_lower, standard_normal
+from pyro_structvi.linalg.matrices import floored_sqrt, kronecker, solve_lower, standard_normal
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
@@ -127,10 +127,8 @@ class _FullOutputs(GaussianOutputs):
         columns = self._columns.flatten(-2)
         covariance = columns.mT @ columns
         if self._bias_variance is not None:
-            positions = self._x.shape[-2]
-            covariance = covariance + torch.diag_embed(self._bias_variance).repeat(
-                *(1 for _ in self._bias_variance.shape[:-1]), positions, positions
-            )
+            positions = torch.ones(2 * self._x.shape[-2:-1]).to(covariance)
+            covariance = covariance + kronecker(positions, torch.diag_embed(self._bias_variance))
         return covariance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:

@@ -98,9 +98,8 @@ class LowRankNormal(GaussianWeight):
         self.alpha = 1 / self.rank if alpha is None else float(alpha)
         scale = scale.reshape(*(1 for _ in range(loc.dim() - scale.dim())), *scale.shape)
         isotropic = scale.shape[-event_dim:].numel() == 1
-        self.scale = scale.expand(
-            self.batch_shape + (scale if isotropic else loc).shape[-event_dim:]
-        )
+        own_shape = (scale if isotropic else loc).shape[-event_dim:]
+        self.scale = scale.expand(self.batch_shape + own_shape)
 
     @property
     def rank(self) -> int:
@@ -351,7 +350,10 @@ class LowRank(MatrixFamily):
             "factors": spread * loc.new_empty(self.rank, *loc.shape).normal_(),
         }
         if self.constants:
-            parameters["diagonal_scale"] = loc.new_tensor(_constant_scale(site))
+            inputs = site.fan_in or site.shape[1:].numel()
+            most = math.inf if site.prior_scale is None else site.prior_scale
+            own = CONSTANT * min(1 / math.sqrt(inputs), most)
+            parameters["diagonal_scale"] = loc.new_tensor(own)
         if not constant:
             shape = loc.shape if self.diagonal == "full" else ()
             parameters["log_scale"] = loc.new_full(shape, math.log(part))
@@ -375,12 +377,6 @@ class LowRank(MatrixFamily):
     @property
     def _alpha(self) -> float:
         return 1 / self.rank if self.alpha is None else self.alpha
-
-
-def _constant_scale(site: LatentSite) -> float:
-    inputs = site.fan_in or site.shape[1:].numel()
-    most = math.inf if site.prior_scale is None else site.prior_scale
-    return CONSTANT * min(1 / math.sqrt(inputs), most)
 
 
 class AutoLowRankLRT(StructuredGuide):

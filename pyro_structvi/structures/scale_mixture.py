@@ -63,9 +63,8 @@ class ScaleMixtureNormal(TorchDistribution):
                     "`scales` and `probs` must have shape (*batch, K) with one K, but got "
                     f"{shape_text(scales.shape)} and {shape_text(probs.shape)}."
                 )
-        self.scales, self.probs = torch.broadcast_tensors(
-            scales, probs / probs.sum(-1, keepdim=True)
-        )
+        probs = probs / probs.sum(-1, keepdim=True)
+        self.scales, self.probs = torch.broadcast_tensors(scales, probs)
         super().__init__(self.scales.shape[:-1], validate_args=False)
         self._validate_args = validates(validate_args)
 

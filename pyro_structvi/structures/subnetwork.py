@@ -207,9 +207,7 @@ class SubnetworkGuide(StructuredGuide):
                     f"{list(chosen)}, it has only {[name for name in chosen if name in values]}."
                 )
             options["init_loc_fn"] = lambda site: values.get(site["name"])
-        family = Subnetwork(
-            chosen, FullCovariance() if posterior is None else posterior, train_rest
-        )
+        family = Subnetwork(chosen, posterior or FullCovariance(), train_rest)
         super().__init__(model, {"*": family}, **options)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:

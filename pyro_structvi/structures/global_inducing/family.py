@@ -217,9 +217,9 @@ class GlobalInducing(MatrixFamily):
                 "The number of parameters of a GlobalInducingGuide depends on its points. Make the "
                 "guide with its points, and count `guide.parameters()`."
             )
-        log_scale = loc.new_full((loc[0].numel(),), math.log(_scale(site.prior_scale)))
+        log_scale = loc.new_full((loc[0].numel(),), math.log(site.prior_scale or 1.0))
         if site.bias is not None:
-            log_scale[-1] = math.log(_scale(site.bias.prior_scale))
+            log_scale[-1] = math.log(site.bias.prior_scale or 1.0)
         return {"loc": loc.clone(), "log_scale": log_scale}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> NormalGivenInputs:
@@ -233,10 +233,6 @@ class GlobalInducing(MatrixFamily):
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
         """Return the unit of steps: 1 for pseudo-outputs, which is about their scale in the prior."""
         return 1.0 if name == "target" else super().unit(site, name, value)
-
-
-def _scale(prior_scale: float | None) -> float:
-    return 1.0 if prior_scale is None else prior_scale
 
 
 class DeferredSample:

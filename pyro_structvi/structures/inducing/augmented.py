@@ -155,10 +155,8 @@ class AugmentedMatrixNormal:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        factors = ("row_factor", "column_factor", "row_diagonal", "column_diagonal")
-        names = (
-            (*factors, "scale") if self.bias_scale is None else (*factors, "scale", "bias_scale")
-        )
+        names = ["row_factor", "column_factor", "row_diagonal", "column_diagonal", "scale"]
+        names += [] if self.bias_scale is None else ["bias_scale"]
         return {name: getattr(self, name) for name in names}
 
     def expand(self, batch_shape: torch.Size) -> Self:
