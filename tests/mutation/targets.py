@@ -29,8 +29,7 @@ TESTS = {
     "low_rank": ("guides/test_optima",),
     "matrix_normal": ("guides/test_optima",),
     "mean_field": ("guides/test_structured", "posterior/test_pruning"),
-    "mixture": ("guides/test_points",),
-    "point_estimate": ("guides/test_points", "distributions/test_site_distributions"),
+    "mixture": ("guides/test_points", "distributions/test_site_distributions"),
     "rowwise": ("guides/test_optima",),
     "site_distributions": (
         *("distributions/test_kl_*", "distributions/test_site_distributions"),

@@ -184,21 +184,8 @@ def already_drawn(distribution: Any, value: Tensor) -> Any:
         return value
 
     # Attributes of the object keep its class, which determines the KL.
-    known.__dict__.update(rsample=drawn, sample=drawn, draw_factored=lambda: _FormedDraw(value))
+    known.__dict__.update(rsample=drawn, sample=drawn, ways_to_apply=lambda *_: ("weight",))
     return known
-
-
-@dataclass(frozen=True)
-class _FormedDraw:
-    """A sampled weight, with the methods of samples in factors."""
-
-    value: Tensor
-
-    def weight(self) -> Tensor:
-        return self.value
-
-    def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_map(x, self.value.flatten(1), bias)
 
 
 @dataclass(frozen=True)

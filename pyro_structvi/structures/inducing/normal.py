@@ -330,7 +330,8 @@ def _rows_and_columns(q: InducingNormal, value: Tensor) -> Tensor:
 
 def _column_moments(q: InducingNormal) -> tuple[Tensor, Tensor]:
     """Return the sums over rows of ``E[W]`` and of ``E[W^2]``, ``(*batch, in)`` each."""
-    rows, columns, gram = q.joint.rows.basis, q.joint.columns.basis, q.joint.rows.gram
+    rows, columns, complement = q.joint.rows.basis, q.joint.columns.basis, q.joint.rows.complement
+    gram = identity_like(complement) - complement
     scale, squared = q.joint.column_scale.squeeze(-2), q.conditional_scale.square().unsqueeze(-1)
     mean = q.inducing.mean
     first = (rows.sum(-1).unsqueeze(-2) @ mean @ columns).squeeze(-2)

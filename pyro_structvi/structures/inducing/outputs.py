@@ -12,7 +12,6 @@ from pyro_structvi.linalg.matrices import (
     autocast_off,
     floored_sqrt,
     grad_cached_property,
-    identity_like,
     standard_normal,
 )
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
@@ -44,11 +43,6 @@ class InducingSide:
         psi = factor @ factor.mT + torch.diag_embed(square + self.jitter.unsqueeze(-1))
         tril: Tensor = torch.linalg.cholesky_ex(psi).L
         return tril
-
-    @grad_cached_property
-    def gram(self) -> Tensor:
-        """The matrix ``B B'``, ``(*batch, M, M)``."""
-        return identity_like(self.complement) - self.complement
 
     @grad_cached_property
     def complement(self) -> Tensor:
