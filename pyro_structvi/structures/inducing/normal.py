@@ -1,7 +1,7 @@
 """Weights with their inducing weights integrated out, and KL divergences over both."""
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class InducingNormal(AugmentedNormal):
         inducing: WeightDistribution | None,
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
-    ) -> "InducingNormal":
+    ) -> Self:
         """Return the distribution of W for a distribution of whitened inducing weights.
 
         ``inducing`` is over ``(M_out, M_in)``: independent normals, a matrix normal, a full
@@ -137,7 +137,8 @@ class InducingNormal(AugmentedNormal):
         """Return the distribution of W given whitened U, whose KL and density do not count U."""
         if self._validate_args:
             check_inducing("whitened", whitened, self.joint)
-        return GivenInducing(self.joint, whitened, self.conditional_scale)
+        point = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
+        return GivenInducing.from_inducing(self.joint, point, self.conditional_scale, False)
 
     # ---- marginal density of W -------------------------------------------------------------------
 
@@ -209,17 +210,9 @@ class GivenInducing(InducingNormal):
     U)`, which is not a density; :class:`Auxiliary` has the term of U.
     """
 
-    def __init__(
-        self, joint: AugmentedMatrixNormal, whitened: Tensor, conditional_scale: Tensor | float
-    ) -> None:
-        inducing = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
-        AugmentedNormal.__init__(self, joint, inducing, conditional_scale, validate_args=False)
-
     def log_prob(self, value: Tensor) -> Tensor:
-        scale, whitened = self.conditional_scale, self.inducing.mean
-        unscaled = ConditionalNormal(self.joint, whitened, torch.ones_like(scale), False)
-        distance = unscaled.mahalanobis(value - self.loc)
-        ratio = 0.5 * distance * (1 - scale.square().reciprocal())
+        scale = self.conditional_scale
+        ratio = 0.5 * self._around_zero.mahalanobis(value - self.loc) * (scale.square() - 1)
         prior = self.joint.weight_prior().log_prob(value)
         return prior + ratio - self.event_shape.numel() * scale.log()
 
