@@ -28,7 +28,11 @@ TESTS = {
     "kl_between": ("distributions/test_kl_*",),
     "low_rank": ("guides/test_optima",),
     "matrix_normal": ("guides/test_optima",),
-    "mean_field": ("guides/test_structured", "posterior/test_pruning"),
+    "mean_field": (
+        "distributions/test_transformed",
+        "guides/test_structured",
+        "posterior/test_pruning",
+    ),
     "mixture": ("guides/test_points", "distributions/test_site_distributions"),
     "rowwise": ("guides/test_optima",),
     "site_distributions": (
