@@ -191,8 +191,7 @@ class EigenbasisGuide(StructuredGuide):
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        block_size: The largest size of the blocks of a basis; see
-            :class:`pyro_structvi.families.Eigenbasis`.
+        block_size: The largest size of a block, as for :class:`pyro_structvi.families.Eigenbasis`.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 

@@ -108,8 +108,7 @@ class Rowwise(MemoryLimitedFamily):
     Intermediate results of a step are not included.
 
     Args:
-        max_memory: The maximum for a site by this formula, a positive number of GiB; a larger site
-            raises a ``MemoryError`` when a guide is made.
+        max_memory: The maximum by this formula, in GiB; a larger site raises a ``MemoryError``.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Example:
@@ -144,8 +143,7 @@ class RowwiseGuide(StructuredGuide):
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
-        max_memory: The maximum for training one layer, in GiB, by the formula of
-            :class:`pyro_structvi.families.Rowwise`; a larger layer raises a ``MemoryError``.
+        max_memory: The maximum for one layer, in GiB; see :class:`pyro_structvi.families.Rowwise`.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
