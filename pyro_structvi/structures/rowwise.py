@@ -143,7 +143,7 @@ class RowwiseGuide(StructuredGuide):
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
-        max_memory: The maximum for one layer, in GiB; see :class:`pyro_structvi.families.Rowwise`.
+        max_memory: The maximum for one layer, in GiB, as for :class:`Rowwise`.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:

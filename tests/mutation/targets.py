@@ -17,7 +17,10 @@ TESTS = {
     "structures": (
         *(CONTRACT, "distributions/test_gaussians", "distributions/test_{}", "guides/test_{}"),
     ),
-    "structures/inducing": (CONTRACT, "distributions/inducing/test_*", "guides/test_inducing"),
+    "structures/inducing": (
+        *(CONTRACT, "distributions/inducing/test_*", "guides/test_inducing"),
+        "linalg/test_factorizations",
+    ),
     "structures/global_inducing": ("guides/test_global_inducing*", "families/test_contract"),
     "weights": (CONTRACT, "distributions/test_declared_arguments", "lazy/test_*"),
     "maps": ("maps/test_*", "lazy/test_lazy_weight", "lazy/test_embedding"),
