@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import pyro.poutine as poutine
@@ -222,47 +221,25 @@ class GlobalInducing(MatrixFamily):
         return 1.0 if name == "target" else super().unit(site, name, value)
 
 
-class DeferredSample:
-    """A joint sample of a weight and its bias that depends on the first inputs of the weight."""
-
-    def __init__(self, name: str, draw: Callable[[Application], dict[str, Tensor]]) -> None:
-        self.name, self._draw = name, draw
-        self._values: dict[str, Tensor] | None = None
-
-    def sample(self, application: Application) -> None:
-        if self._values is None:
-            self._values = self._draw(application)
-
-    def value(self, name: str) -> Tensor:
-        """Return the value of a site, or raise if the weight was not applied to an input before."""
-        if self._values is None:
-            raise RuntimeError(
-                f"The weight at site '{self.name}' is drawn given the inputs of a linear layer or "
-                f"convolution, but the net uses '{name}' in another way first. Give it another family, "
-                f"as by `families={{'{self.name}': MeanField()}}`."
-            )
-        return self._values[name]
-
-
 class DeferredWeight(WeightPlaceholder):
-    """A weight or bias of a :class:`DeferredSample`, like a tensor of its shape, dtype and device."""
+    """A weight or bias that a :class:`Run` draws, like a tensor of its shape, dtype and device."""
 
-    sample: DeferredSample
-    _name: str
+    run: "Run"
+    site: LatentSite
 
-    def __new__(cls, sample: DeferredSample, name: str, like: Tensor) -> Self:
-        return cls._make(like, like.shape, SiteUse(name), sample=sample, _name=name)
+    def __new__(cls, run: "Run", site: LatentSite, name: str, like: Tensor) -> Self:
+        return cls._make(like, like.shape, SiteUse(name), run=run, site=site)
 
     def __repr__(self, **options: object) -> str:  # type: ignore[override]
-        return f"DeferredWeight(site='{self._name}', shape={tuple(self.shape)})"
+        return f"DeferredWeight(site='{self.use.name}', shape={tuple(self.shape)})"
 
     def draw(self) -> Tensor:
-        return self.sample.value(self._name)
+        return self.run.value(self.site, self.use.name)
 
     def sample_outputs(self, call: Call) -> None:
         """Sample the weight given the inputs; the call is then an ordinary one."""
         if isinstance(call, Application):
-            self.sample.sample(call)
+            self.run.meet(self.site, call)
 
 
 class Propagation(Coupling):
@@ -317,13 +294,12 @@ class Run(Messenger):
     ) -> None:
         super().__init__()
         self._draw = draw
+        self._drawn: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = dict(others)
         for posterior in own:
-            site = posterior.site
-            sample = DeferredSample(site.name, partial(self._meet, site))
-            like = posterior.value("log_scale")
+            site, like = posterior.site, posterior.value("log_scale")
             for name, part in site.split(like.new_empty(site.shape)).items():
-                self._values[name] = DeferredWeight(sample, name, part)
+                self._values[name] = DeferredWeight(self, site, name, part)
 
     def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
         self._like = inputs
@@ -339,7 +315,20 @@ class Run(Messenger):
         # A site without a value is an observation, which is not used.
         msg["value"] = self._like.new_zeros(msg["fn"].shape()) if value is None else value
 
-    def _meet(self, site: LatentSite, application: Application) -> dict[str, Tensor]:
+    def value(self, site: LatentSite, name: str) -> Tensor:
+        """Return a weight or bias, or raise if the weight was not applied to an input before."""
+        if name not in self._drawn:
+            raise RuntimeError(
+                f"The weight at site '{site.name}' is drawn given the inputs of a linear layer or "
+                f"convolution, but the net uses '{name}' in another way first. Give it another family, "
+                f"as by `families={{'{site.name}': MeanField()}}`."
+            )
+        return self._drawn[name]
+
+    def meet(self, site: LatentSite, application: Application) -> None:
+        """Draw a weight with its bias, given its first inputs."""
+        if site.name in self._drawn:
+            return
         linear_map, x = application.linear_map, as_drawn(application.x)
         arrangement = application.arrangement
         if linear_map.groups > 1 or not (arrangement is None or arrangement.is_plain):
@@ -353,4 +342,4 @@ class Run(Messenger):
         size = site.shape[1:].numel()
         patches = linear_map.bank(x, torch.eye(size, dtype=x.dtype, device=x.device))
         rows = patches.movedim(linear_map.channel_dim, -1).reshape(-1, size)
-        return site.split(self._draw(site.name, rows))
+        self._drawn |= site.split(self._draw(site.name, rows))
