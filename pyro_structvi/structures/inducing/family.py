@@ -224,11 +224,9 @@ class SharedInducing(SharedPosterior):
         return Auxiliary(q, Normal(zero, one).expand(q.event_shape).to_event(2))
 
     def split(self, value: Tensor, q: Any) -> dict[str, Tensor]:
-        parts = value.split([shape[0] for shape in self.shapes.values()])
-        return {
-            name: part[:, : shape[1]]
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        rows = value.split([shape[0] for shape in self.shapes.values()])
+        parts = zip(self.shapes.items(), rows, strict=True)
+        return {name: part[:, : shape[1]] for (name, shape), part in parts}
 
     def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
         raise NotImplementedError(
