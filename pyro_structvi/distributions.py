@@ -9,8 +9,7 @@ from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.structures.k_tied import KTiedNormal
 from pyro_structvi.structures.low_rank import LowRankNormal
 from pyro_structvi.structures.matrix_normal import MatrixNormal
-from pyro_structvi.structures.mean_field import LogScaleNormal, MeanFieldNormal
-from pyro_structvi.structures.pruned import PrunedNormal
+from pyro_structvi.structures.mean_field import LogScaleNormal, MeanFieldNormal, PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
 from pyro_structvi.structures.scale_mixture import ScaleMixtureNormal
 from pyro_structvi.weights.site_distributions import Auxiliary, JoinedPrior, PointMass

@@ -8,7 +8,7 @@ import pyro
 import pytest
 import torch
 
-from pyro_structvi.linalg import factorizations as linalg_factorizations
+from pyro_structvi.structures.inducing import outputs
 
 SLOW_SAMPLE_SIZE = 5
 
@@ -90,11 +90,11 @@ def fresh_state(float64_by_default):
 @pytest.fixture
 def factorizations(monkeypatch):
     """Return a list that grows with each factorization."""
-    made, original = [], linalg_factorizations.stable_cholesky
+    made, original = [], outputs.stable_cholesky
 
     def counted(matrix):
         made.append(matrix.shape)
         return original(matrix)
 
-    monkeypatch.setattr(linalg_factorizations, "stable_cholesky", counted)
+    monkeypatch.setattr(outputs, "stable_cholesky", counted)
     return made

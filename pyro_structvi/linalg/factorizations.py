@@ -1,6 +1,4 @@
-"""Cholesky and LQ factorizations, robust to rounding on every device."""
-
-from typing import Any
+"""Cholesky factorizations, robust to rounding on every device."""
 
 import torch
 from torch import Tensor
@@ -91,59 +89,3 @@ def tril_or_nan(matrix: Tensor) -> Tensor:
     # A product, since its gradient is NaN too.
     factor: Tensor = tril * torch.where(info > 0, torch.nan, 1.0).to(tril)[..., None, None]
     return factor
-
-
-class OrthonormalRows(torch.autograd.Function):
-    """``L^-1 [Z, D]`` for ``L L' = Z Z' + D^2``: the LQ decomposition of ``[Z, D]``, by Cholesky.
-
-    The factorization is in double precision and adds the smallest jitter that works to ``D^2``. The
-    gradient is in the arguments' precision.
-    """
-
-    @staticmethod
-    def forward(factor: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``L^-1 Z``, ``L^-1 D`` and the jitter for ``Z (*b, M, size)`` and ``D (*b, M)``."""
-        double, square = factor.double(), diagonal.double().square()
-        tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
-        identity = identity_like(tril).expand_as(tril)
-        inverse = torch.linalg.solve_triangular(tril, identity, upper=False).contiguous()
-        remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
-        return (inverse @ double).to(factor.dtype), remainder.to(factor.dtype), jitter
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        (_, diagonal), (basis, remainder, jitter) = inputs, output
-        ctx.save_for_backward(basis, remainder, diagonal, jitter)
-        ctx.mark_non_differentiable(jitter)
-        ctx.set_materialize_grads(False)  # the remainder of columns is rarely used
-
-    @staticmethod
-    def backward(
-        ctx: Any, of_basis: Tensor | None, of_remainder: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        basis, remainder, diagonal, jitter = ctx.saved_tensors
-        given = ((of_basis, basis), (of_remainder, remainder))
-        products = [gradient @ rows.mT for gradient, rows in given if gradient is not None]
-        if not products:
-            return None, None
-        jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
-        inverse, share = remainder / jittered.unsqueeze(-2), diagonal / jittered
-        product = sum(products[1:], products[0])
-        symmetric = product.tril() + product.tril(-1).mT
-        left, right = (
-            (0 if gradient is None else gradient) - symmetric @ rows for gradient, rows in given
-        )
-        return inverse.mT @ left, (inverse * right).sum(-2) * share
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, int | None], factor: Tensor, diagonal: Tensor
-    ) -> tuple[Any, tuple[int, int, int]]:
-        values = zip((factor, diagonal), in_dims, strict=True)
-        batches = (
-            value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
-            for value, dim in values
-        )
-        return OrthonormalRows.apply(*batches), (0, 0, 0)

@@ -20,8 +20,7 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.site_posterior import JointPosterior
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.full_covariance import FullNormal
-from pyro_structvi.structures.mean_field import MeanFieldNormal
-from pyro_structvi.structures.transformed import TransformedNormal
+from pyro_structvi.structures.mean_field import MeanFieldNormal, TransformedNormal
 from pyro_structvi.weights.outputs import meet_channels
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.torch_distributions import base_of

@@ -180,7 +180,9 @@ def clamp(low: float | None = None, high: float | None = None) -> ClosedForm:
     lower = -math.inf if low is None else float(low)
     upper = math.inf if high is None else float(high)
     if upper == math.inf:
-        return _identity if lower == -math.inf else affine(relu, shift=-lower, offset=lower)
+        if lower == -math.inf:
+            return lambda m, v: (m, v)
+        return affine(relu, shift=-lower, offset=lower)
     if lower == -math.inf:
         return affine(relu, slope=-1.0, shift=upper, factor=-1.0, offset=upper)
 
@@ -196,10 +198,6 @@ def clamp(low: float | None = None, high: float | None = None) -> ClosedForm:
         return torch.where(is_upper, upper - loc, lower + loc), variance.clamp_min(0)
 
     return closed
-
-
-def _identity(m: Tensor, v: Tensor) -> Moments:
-    return m, v
 
 
 def exp(m: Tensor, v: Tensor) -> Moments:

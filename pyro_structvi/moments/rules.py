@@ -1,11 +1,14 @@
 """The table from a function of torch to its moments."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_structvi._torch import put_together, take_apart
 from pyro_structvi.maps.calls import (
     Application,
     FactorApplication,
@@ -16,8 +19,148 @@ from pyro_structvi.maps.calls import (
 from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
-from pyro_structvi.moments.random_tensor import RandomTensor, random_among
-from pyro_structvi.moments.rearranging import REARRANGING_RULES
+from pyro_structvi.moments.random_tensor import RandomTensor, moments, random_among
+
+# ---- functions that move elements: means and variances move alike ---------------------------------
+
+
+def _move(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Apply a function to means and to variances; a known tensor has variances of zero."""
+    leaves, structure = take_apart((args, kwargs))
+    x, *others = (leaf for leaf in leaves if isinstance(leaf, RandomTensor))
+
+    def apply(part: Callable[[Any], Any]) -> tuple[list[Any], Any]:
+        args, kwargs = put_together([part(leaf) for leaf in leaves], structure)
+        return take_apart(function(*args, **kwargs))
+
+    locs, outputs = apply(lambda leaf: moments(leaf)[0])
+    if function.__name__ in _KEEP_ORDER and locs[0].shape == x.shape:
+        return x  # as nn.Flatten in a dense net; reads no values, so that it can be exported
+
+    def variance_of(leaf: Any) -> Any:
+        if isinstance(leaf, RandomTensor):
+            return leaf.variance
+        return torch.zeros_like(leaf) if _is_known(leaf) else leaf
+
+    variances, _ = apply(variance_of)
+    covariances: list[Tensor | None] = [None for _ in locs]
+    if x.covariance is not None and not others and not any(map(_is_known, leaves)):
+        numbers = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+        moved, _ = apply(lambda leaf: numbers if leaf is x else leaf)
+        covariances = [_covariance_at(x, x.covariance, part) for part in moved]
+    found = zip(locs, variances, covariances, strict=True)
+    return put_together([RandomTensor(m, v, x.settings, own) for m, v, own in found], outputs)
+
+
+def _is_known(leaf: Any) -> bool:
+    is_tensor = isinstance(leaf, Tensor) and not isinstance(leaf, RandomTensor)
+    return is_tensor and leaf.is_floating_point()
+
+
+def _covariance_at(x: RandomTensor, covariance: Tensor, numbers: Tensor) -> Tensor | None:
+    """Return the covariance between elements ``(batch, size)`` by number, if rows stay together."""
+    if numbers.dim() != 2 or not numbers.numel() or x.dim() != 2:
+        return None
+    rows, columns = numbers // x.shape[-1], numbers % x.shape[-1]
+    if bool((rows != rows[:, :1]).any()):
+        return None
+    return covariance[rows[:, :1, None], columns.unsqueeze(-1), columns.unsqueeze(-2)]
+
+
+def _move_as(function: Callable[..., Any], x: Any, other: Any) -> Any:
+    """Give a tensor the shape of another; either may be random."""
+    like = moments(other)[0]
+    return _move(function, x, like) if isinstance(x, RandomTensor) else function(x, like)
+
+
+def _convert(function: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply a conversion to means, variances and covariance."""
+    args = tuple(moments(arg)[0] for arg in args)
+    if not isinstance(x, RandomTensor):
+        return function(x, *args, **kwargs)
+    loc, variance = (function(part, *args, **kwargs) for part in (x.loc, x.variance))
+    covariance = None if x.covariance is None else function(x.covariance, *args, **kwargs)
+    return RandomTensor(loc, variance, x.settings, covariance)
+
+
+def _getitem(x: Any, index: Any) -> Any:
+    if [*random_among(index)]:
+        raise NotImplementedError("An index that is random has no moments")
+    return _move(Tensor.__getitem__, x, index)
+
+
+def _pad(x: RandomTensor, pad: Any, mode: str = "constant", value: Any = None) -> RandomTensor:
+    variance = F.pad(x.variance, pad, mode, 0.0 if mode == "constant" else None)
+    return RandomTensor(F.pad(x.loc, pad, mode, value), variance, x.settings)
+
+
+def _where(condition: Any, input: Any, other: Any) -> Any:
+    if isinstance(condition, RandomTensor):  # x.where(condition, other)
+        return _where(input, condition, other)
+    like = next(random_among((input, other)))
+    values = (
+        part if isinstance(part, Tensor) else torch.as_tensor(part).to(like.loc)
+        for part in (input, other)
+    )
+    return _move(torch.where, condition, *values)
+
+
+def _interpolate(
+    x: RandomTensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    **kwargs: Any,
+) -> RandomTensor:
+    if mode not in ("nearest", "nearest-exact"):
+        raise NotImplementedError(f"`interpolate` with `mode='{mode}'` has no moments")
+    loc, variance = (
+        F.interpolate(part, size, scale_factor, mode, **kwargs) for part in (x.loc, x.variance)
+    )
+    return RandomTensor(loc, variance, x.settings)
+
+
+_KEEP_ORDER = {"reshape", "flatten", "view_as", "reshape_as", "squeeze", "expand", "expand_as"}
+_MOVES = (
+    *("reshape", "flatten", "unflatten", "permute", "transpose", "swapaxes", "movedim"),
+    *("squeeze", "unsqueeze", "expand", "repeat", "repeat_interleave", "tile", "roll"),
+    *("chunk", "split", "unbind", "tensor_split", "narrow", "select", "index_select", "gather"),
+    *("flip", "moveaxis", "swapdims", "broadcast_to", "ravel", "t", "take_along_dim"),
+)
+_CONVERSIONS = (
+    *("to", "float", "double", "half", "bfloat16", "type_as"),
+    *("contiguous", "clone", "detach"),
+)
+_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
+
+
+def _known_like(name: str, x: RandomTensor, *args: Any, **kwargs: Any) -> Tensor:
+    make: Callable[..., Tensor] = getattr(torch, name, None) or getattr(Tensor, name)
+    return make(x.loc, *args, **kwargs)
+
+
+REARRANGING_RULES: dict[str, Callable[..., Any]] = {
+    **{name: partial(_move, getattr(Tensor, name)) for name in _MOVES},
+    **{name: partial(_move, getattr(Tensor, name).__get__) for name in ("T", "mT")},
+    **{name: partial(_move_as, getattr(Tensor, name)) for name in ("expand_as", "reshape_as")},
+    **{name: partial(_convert, getattr(Tensor, name)) for name in _CONVERSIONS},
+    **{name: partial(_known_like, name) for name in _LIKE},
+    "cat": partial(_move, torch.cat),
+    "concat": partial(_move, torch.cat),
+    "getitem": _getitem,
+    "interpolate": _interpolate,
+    "masked_fill": lambda x, mask, value: _where(mask, value, x),
+    "pad": _pad,
+    "pixel_shuffle": partial(_move, F.pixel_shuffle),
+    "stack": partial(_move, torch.stack),
+    # Variances may be expanded where means are not, so that only means have the view.
+    "view": partial(_move, Tensor.reshape),
+    "view_as": partial(_move_as, Tensor.reshape_as),
+    "where": _where,
+}
+
+
+# ---- the table ------------------------------------------------------------------------------------
 
 # By torch's names and with torch's arguments; one name serves functions, methods and operators.
 RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES}

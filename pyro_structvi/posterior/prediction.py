@@ -285,7 +285,8 @@ class _Reader:
         if self.stride == 1:
             return parts
         # Indices copy: a slice would keep the memory of all draws.
-        index = torch.arange(-before % self.stride, len(outputs["mean"]), self.stride)
+        count = len(outputs["mean"])
+        index = torch.arange(min(-before % self.stride, count), count, self.stride)
         return {name: own[index] for name, own in parts.items()}
 
     def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:

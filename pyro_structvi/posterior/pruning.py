@@ -10,8 +10,7 @@ from pyro_structvi._checks import Share, checked
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.inducing.family import InducingWeights
-from pyro_structvi.structures.mean_field import MeanField
-from pyro_structvi.structures.pruned import PrunedMeanField
+from pyro_structvi.structures.mean_field import MeanField, PrunedMeanField
 
 _FACTORS = ("row_factor", "column_factor")
 

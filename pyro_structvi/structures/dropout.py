@@ -136,7 +136,6 @@ class BernoulliDropout(WeightDistribution):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(D, D)``, with one block for each channel."""
         channels = torch.arange(self.num_channels, device=self.loc.device)
         of = self._spread(channels).expand(self.event_shape)
         same = of.flatten() == of.flatten().unsqueeze(-1)
@@ -159,14 +158,12 @@ class BernoulliDropout(WeightDistribution):
         kept, known = self._are_there(value), self._are_there(self.loc)
         expected = self.loc * self._spread(kept.to(self.loc) / (1 - self.rate))
         tolerance = 4 * torch.finfo(self.loc.dtype).eps
-        possible = (
-            torch.isclose(value, expected, rtol=tolerance, atol=0).flatten(-event_dim).all(-1)
-        )
+        agrees = torch.isclose(value, expected, rtol=tolerance, atol=0)
         count, total = kept.sum(-1), known.sum(-1)
         dropped = torch.xlogy(total - count, self.loc.new_tensor(self.rate))
         unknown = (self.num_channels - total) / self.num_channels * self.entropy()
         nats = count * math.log1p(-self.rate) + dropped - unknown
-        return torch.where(possible, nats, -math.inf)
+        return torch.where(agrees.flatten(-event_dim).all(-1), nats, -math.inf)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "BernoulliDropout":
         raise NotImplementedError(
@@ -176,9 +173,8 @@ class BernoulliDropout(WeightDistribution):
         )
 
     def entropy(self) -> Tensor:
-        of_one = torch.special.entr(self.loc.new_tensor([self.rate, 1 - self.rate])).sum()
-        nats: Tensor = self.num_channels * of_one
-        return nats
+        of_one: Tensor = torch.special.entr(self.loc.new_tensor([self.rate, 1 - self.rate]))
+        return of_one.sum() * self.num_channels
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None

@@ -84,7 +84,6 @@ class EigenbasisNormal(GaussianWeight):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, the sum of all ``S^2``."""
         return self.scale.square().sum((-2, -1))
 
     @property
@@ -92,22 +91,18 @@ class EigenbasisNormal(GaussianWeight):
         return 2 * self.scale.log().sum((-2, -1))
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return ``U (S * E) V'``."""
         scaled = self.scale * self.as_matrix(noise)
         return self.as_weight(self.row_basis @ scaled @ self.column_basis.mT)
 
     def whiten(self, difference: Tensor) -> Tensor:
-        """Return ``(U' D V) / S``."""
         rotated = self.row_basis.mT @ self.as_matrix(difference) @ self.column_basis
         return self.as_weight(rotated / self.scale)
 
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
-        """Draw outputs, or the weight of a convolution with several groups."""
         # Groups have different patches, and the row basis mixes their outputs.
         return ("outputs", "weight") if linear_map.groups == 1 else ("weight",)
 
     def spread(self, moment: Tensor) -> Tensor:
-        """Return ``U diag(S^2 diag(V' S V)) U'``."""
         rotated = self.column_basis.mT @ moment @ self.column_basis
         diagonal = rotated.diagonal(dim1=-2, dim2=-1) @ self.scale.square().mT
         return (self.row_basis * diagonal.unsqueeze(-2)) @ self.row_basis.mT
@@ -123,7 +118,6 @@ class EigenbasisNormal(GaussianWeight):
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "EigenbasisNormal | None":
-        """Return the distribution of the transpose, with both bases exchanged."""
         if not arrangement.is_transpose:
             return None
         bases = self.column_basis, self.row_basis
@@ -197,8 +191,7 @@ class EigenbasisGuide(StructuredGuide):
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        block_size: The largest size of the blocks of a basis; see
-            :class:`pyro_structvi.families.Eigenbasis`.
+        block_size: The largest size of a block, as for :class:`pyro_structvi.families.Eigenbasis`.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 

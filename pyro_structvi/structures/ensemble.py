@@ -46,8 +46,7 @@ class PointMixture(WeightDistribution):
         (tensor([[2., 0.]]), tensor([[1., 0.]]))
 
     References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", section 3.1.
+        Ritter et al. (2021), as for :class:`AugmentedMatrixNormal`, section 3.1.
     """
 
     arg_constraints: ClassVar = {"members": constraints.real}
@@ -85,7 +84,6 @@ class PointMixture(WeightDistribution):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``, of rank K - 1."""
         event_dim = len(self.event_shape)
         deviations = (self.members - self.loc.unsqueeze(self._member_dim)).flatten(-event_dim)
         return deviations.mT @ deviations / deviations.shape[-2]
@@ -220,8 +218,7 @@ class SameMember(Coupling):
         # An index on the device needs no synchronization.
         row = torch.as_tensor(number, device=first.device).reshape(1)
         return {
-            name: values.index_select(0, row % len(values)).squeeze(0)
-            for name, values in members.items()
+            name: own.index_select(0, row % len(own)).squeeze(0) for name, own in members.items()
         }
 
     def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Tensor]:

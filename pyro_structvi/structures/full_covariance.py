@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi.linalg.matrices import floored_sqrt, solve_lower, standard_normal
+from pyro_structvi.linalg.matrices import floored_sqrt, kronecker, solve_lower, standard_normal
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
@@ -52,8 +52,7 @@ class FullNormal(GaussianWeight):
         tensor([8.])
 
     References:
-        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
-        neural networks", the full-rank row of Table 1.
+        Tomczak et al. (2020), as for :class:`LowRankNormal`, the full-rank row of Table 1.
     """
 
     scale_tril: Annotated[Tensor, Argument("D, D", constraints.lower_cholesky)]
@@ -67,10 +66,6 @@ class FullNormal(GaussianWeight):
         return self.scale_tril.tril().square().sum(-1).reshape(self.loc.shape)
 
     @property
-    def variance_sum(self) -> Tensor:
-        return self.scale_tril.tril().square().sum((-2, -1))
-
-    @property
     def log_det_covariance(self) -> Tensor:
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
@@ -79,12 +74,10 @@ class FullNormal(GaussianWeight):
         return self.scale_tril.shape[-1:]
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return ``L e``."""
         scaled = torch.einsum("...d,...ed->...e", noise, self.scale_tril.tril())
         return scaled.reshape(*noise.shape[:-1], *self.event_shape)
 
     def whiten(self, difference: Tensor) -> Tensor:
-        """Return ``L^-1 d``."""
         flat = difference.flatten(difference.dim() - len(self.event_shape))
         return solve_lower(self.scale_tril, flat)
 
@@ -95,10 +88,7 @@ class FullNormal(GaussianWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> GaussianOutputs:
-        """Return the distribution of the outputs of a dense map, exact over positions.
-
-        It has no density if its covariance is singular, as for more positions than inputs.
-        """
+        """Return outputs of a dense map, without a density for more positions than inputs."""
         return _FullOutputs(self, x, mean, linear_map.event_dim(mean), bias_variance)
 
 
@@ -137,10 +127,8 @@ class _FullOutputs(GaussianOutputs):
         columns = self._columns.flatten(-2)
         covariance = columns.mT @ columns
         if self._bias_variance is not None:
-            positions = self._x.shape[-2]
-            covariance = covariance + torch.diag_embed(self._bias_variance).repeat(
-                *(1 for _ in self._bias_variance.shape[:-1]), positions, positions
-            )
+            positions = torch.ones(2 * self._x.shape[-2:-1]).to(covariance)
+            covariance = covariance + kronecker(positions, torch.diag_embed(self._bias_variance))
         return covariance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
@@ -193,17 +181,12 @@ class FullCovariance(MemoryLimitedFamily):
     and ``across (out (out - 1) / 2, n, n)`` between rows, with a smaller unit of steps; for a vector,
     ``lower (D (D - 1) / 2,)``.
 
-    In training a site takes
-
-    .. math:: (4 P + 2 D^2) \times \text{bytes of a number}, \qquad P = D + D (D + 1) / 2,
-
-    for the P parameters, their gradients and Adam's two moments, and for the dense factor and its
-    gradient; 16 D^2 bytes in float32. Intermediate results of a step take about as much again, and a
-    few times batch x outputs x D numbers.
+    In training a site takes 4 P + 2 D^2 numbers for its P = D + D (D + 1) / 2 parameters with their
+    gradients, Adam's two moments, and the dense factor and its gradient; 16 D^2 bytes in float32.
+    Intermediate results of a step take about as much again, and a few times batch x outputs x D numbers.
 
     Args:
-        max_memory: The maximum for a site by this formula, a positive number of GiB; a larger site
-            raises a ``MemoryError`` when a guide is made.
+        max_memory: The maximum by this formula, in GiB; a larger site raises a ``MemoryError``.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Example:
@@ -246,8 +229,7 @@ class FullCovarianceGuide(StructuredGuide):
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
-        max_memory: The maximum for training one layer, in GiB, by the formula of
-            :class:`pyro_structvi.families.FullCovariance`; a larger layer raises a ``MemoryError``.
+        max_memory: The maximum for one layer, in GiB, as for :class:`FullCovariance`.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
@@ -258,8 +240,7 @@ class FullCovarianceGuide(StructuredGuide):
         135
 
     References:
-        FCG-W in Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning
-        with inducing weights".
+        FCG-W in Ritter et al. (2021), as for :class:`InducingWeightGuide`.
     """
 
     def __init__(

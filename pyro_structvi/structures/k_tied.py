@@ -78,14 +78,12 @@ class KTiedNormal(IndependentWeight):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``sum((R'R) * (C'C))``."""
         rows = self.row_scale.mT @ self.row_scale
         columns = self.column_scale.mT @ self.column_scale
         return (rows * columns).sum((-2, -1))
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats; O(out in) for k > 1."""
         if self.rank > 1:
             return 2 * sum_of_logs(self.row_scale, self.column_scale)
         rows, columns = self.row_scale.squeeze(-1), self.column_scale.squeeze(-1)
@@ -163,12 +161,8 @@ class KTied(MatrixFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> KTiedNormal:
-        return KTiedNormal(
-            parameters["loc"],
-            parameters["log_row_scale"].exp(),
-            parameters["log_column_scale"].exp(),
-            validate_args=False,
-        )
+        rows, columns = parameters["log_row_scale"].exp(), parameters["log_column_scale"].exp()
+        return KTiedNormal(parameters["loc"], rows, columns, validate_args=False)
 
 
 class KTiedGuide(StructuredGuide):

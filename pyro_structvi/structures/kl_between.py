@@ -18,7 +18,7 @@ from pyro_structvi.linalg.matrices import event_sum, identity_like
 from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.low_rank import LowRankNormal
 from pyro_structvi.structures.matrix_normal import MatrixNormal
-from pyro_structvi.structures.pruned import PrunedNormal
+from pyro_structvi.structures.mean_field import PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
 from pyro_structvi.weights.site_distributions import kl_weight_independent
 from pyro_structvi.weights.torch_distributions import map_tensors

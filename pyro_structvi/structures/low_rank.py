@@ -98,9 +98,8 @@ class LowRankNormal(GaussianWeight):
         self.alpha = 1 / self.rank if alpha is None else float(alpha)
         scale = scale.reshape(*(1 for _ in range(loc.dim() - scale.dim())), *scale.shape)
         isotropic = scale.shape[-event_dim:].numel() == 1
-        self.scale = scale.expand(
-            self.batch_shape + (scale if isotropic else loc).shape[-event_dim:]
-        )
+        own_shape = (scale if isotropic else loc).shape[-event_dim:]
+        self.scale = scale.expand(self.batch_shape + own_shape)
 
     @property
     def rank(self) -> int:
@@ -121,12 +120,18 @@ class LowRankNormal(GaussianWeight):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        r"""The log determinant of the covariance, of a K x K matrix.
-
-        :math:`\sum_d \log\sigma_d^2 + \log\det(I + \alpha V^\top\operatorname{diag}(\sigma^{-2}) V)`.
-        """
-        low_rank = log_det(self._capacitance(self._whitened_gram)).to(self.loc.dtype)
+        low_rank = log_det(self._capacitance).to(self.loc.dtype)
         return 2 * self._diagonal_sum(self.scale.log()) + low_rank
+
+    @property
+    def _capacitance(self) -> Tensor:
+        r"""The K x K matrix :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`, in double."""
+        batch_dim = len(self.batch_shape)
+        if self.is_isotropic:
+            gram = self._gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+        else:
+            gram = row_gram(self.factors / self.scale.unsqueeze(batch_dim), batch_dim)
+        return identity_like(gram) + self.alpha * gram
 
     @property
     def _flat_factors(self) -> Tensor:
@@ -143,29 +148,17 @@ class LowRankNormal(GaussianWeight):
         return row_gram(self.factors, len(self.batch_shape))
 
     @property
-    def _whitened_gram(self) -> Tensor:
-        r""":math:`V^\top \operatorname{diag}(\sigma^{-2}) V`, double, ``(*batch_shape, K, K)``."""
-        if self.is_isotropic:
-            return self._gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
-        batch_dim = len(self.batch_shape)
-        return row_gram(self.factors / self.scale.unsqueeze(batch_dim), batch_dim)
-
-    def _capacitance(self, whitened_gram: Tensor) -> Tensor:
-        r"""Return :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`."""
-        return identity_like(whitened_gram) + self.alpha * whitened_gram
-
-    @property
     def precision_directions(self) -> Tensor:
         r"""The u in the precision :math:`\operatorname{diag}(\sigma^{-2}) - \sum_k u_k u_k^\top`."""
         scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
         factors = self._flat_factors.double() / scale.unsqueeze(-2)
-        tril = tril_or_nan(self._capacitance(factors @ factors.mT))
+        gram = factors @ factors.mT
+        tril = tril_or_nan(identity_like(gram) + self.alpha * gram)
         directions = torch.linalg.solve_triangular(tril, factors, upper=False)
         scaled: Tensor = self.alpha**0.5 * directions / scale.unsqueeze(-2)
         return scaled.reshape(self.factors.shape)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d``, in double precision."""
         difference, event_dim = difference.double(), len(self.event_shape)
         whitened = (difference / self.scale.double()).flatten(-event_dim)
         directions = self.precision_directions.flatten(-event_dim)
@@ -203,7 +196,6 @@ class LowRankNormal(GaussianWeight):
         return _LowRankOutputs(self, linear_map, x, mean, variance)
 
     def spread(self, moment: Tensor) -> Tensor:
-        """Return ``alpha sum_k V_k S V_k'``, plus the diagonal part's variances."""
         directions = self.factors.reshape(self.rank, self.event_shape[0], -1)
         low_rank = torch.einsum("kia,...ab,kjb->...ij", directions, moment, directions)
         unit = self.as_matrix(self.scale.square().expand(self.loc.shape))
@@ -219,7 +211,6 @@ class LowRankNormal(GaussianWeight):
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "LowRankNormal | None":
-        """Return the distribution in another order, or None for a stack."""
         if arrangement.stack:
             return None
         loc, factors = arrangement(self.loc), arrangement(self.factors)
@@ -273,12 +264,9 @@ class _LowRankOutputs(GaussianOutputs):
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
     """Return the number of dimensions of a weight, or raise an error if shapes are ambiguous."""
-    found = []
-    for batch_dim in range(loc.dim()):
-        batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]
-        rank = factors.shape[batch_dim : batch_dim + 1]
-        if factors.shape == batch + rank + event and rank.numel() > 0:
-            found.append(len(event))
+    shape = factors.shape
+    fitting = (dim for dim in range(loc.dim()) if shape[:dim] + shape[dim + 1 :] == loc.shape)
+    found = [loc.dim() - dim for dim in fitting if shape[dim] > 0]
     if event_dim in found:
         return event_dim
     given = f"{shape_text(factors.shape)} for {shape_text(loc.shape)}"
@@ -362,7 +350,10 @@ class LowRank(MatrixFamily):
             "factors": spread * loc.new_empty(self.rank, *loc.shape).normal_(),
         }
         if self.constants:
-            parameters["diagonal_scale"] = loc.new_tensor(_constant_scale(site))
+            inputs = site.fan_in or site.shape[1:].numel()
+            most = math.inf if site.prior_scale is None else site.prior_scale
+            own = CONSTANT * min(1 / math.sqrt(inputs), most)
+            parameters["diagonal_scale"] = loc.new_tensor(own)
         if not constant:
             shape = loc.shape if self.diagonal == "full" else ()
             parameters["log_scale"] = loc.new_full(shape, math.log(part))
@@ -376,9 +367,8 @@ class LowRank(MatrixFamily):
             scale = loc.new_full((), math.sqrt(self.diagonal_variance))
         else:
             scale = parameters["log_scale"].exp()
-        return LowRankNormal(
-            loc, parameters["factors"], scale, self._alpha, site.event_dim, validate_args=False
-        )
+        factors, event_dim = parameters["factors"], site.event_dim
+        return LowRankNormal(loc, factors, scale, self._alpha, event_dim, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
         """Return the unit of steps, a tenth of the site's unit for directions."""
@@ -387,12 +377,6 @@ class LowRank(MatrixFamily):
     @property
     def _alpha(self) -> float:
         return 1 / self.rank if self.alpha is None else self.alpha
-
-
-def _constant_scale(site: LatentSite) -> float:
-    inputs = site.fan_in or site.shape[1:].numel()
-    most = math.inf if site.prior_scale is None else site.prior_scale
-    return CONSTANT * min(1 / math.sqrt(inputs), most)
 
 
 class AutoLowRankLRT(StructuredGuide):

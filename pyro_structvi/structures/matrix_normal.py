@@ -86,7 +86,6 @@ class MatrixNormal(GaussianWeight):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, the product of the traces of ``A`` and ``B``."""
         rows, columns = self._diagonals
         return rows.sum(-1) * columns.sum(-1)
 
@@ -97,12 +96,10 @@ class MatrixNormal(GaussianWeight):
         return 2 * (columns.shape[-1] * rows.sum(-1) + rows.shape[-1] * columns.sum(-1))
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return ``L_r E L_c'``."""
         scaled = self.scale_tril_row @ self.as_matrix(noise) @ self.scale_tril_column.mT
         return self.as_weight(scaled)
 
     def whiten(self, difference: Tensor) -> Tensor:
-        """Return ``L_r^-1 D L_c^-T``."""
         matrix = self.as_matrix(difference)
         rows = torch.linalg.solve_triangular(self.scale_tril_row, matrix, upper=False)
         both = torch.linalg.solve_triangular(
@@ -111,12 +108,10 @@ class MatrixNormal(GaussianWeight):
         return self.as_weight(both)
 
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
-        """Draw outputs, or the weight of a convolution with several groups."""
         # Groups have different patches, whose products correlate their outputs.
         return ("outputs", "weight") if linear_map.groups == 1 else ("weight",)
 
     def spread(self, moment: Tensor) -> Tensor:
-        """Return ``tr(B S) A``."""
         columns = self.scale_tril_column @ self.scale_tril_column.mT
         traces = (columns * moment).sum((-2, -1), keepdim=True)
         return traces * (self.scale_tril_row @ self.scale_tril_row.mT)
@@ -132,7 +127,6 @@ class MatrixNormal(GaussianWeight):
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "MatrixNormal | None":
-        """Return the distribution of the transpose, with both covariances exchanged."""
         if not arrangement.is_transpose:
             return None
         factors = self.scale_tril_column, self.scale_tril_row

@@ -1,8 +1,9 @@
-"""Mixtures of posteriors in several basins, and of points: deep ensembles."""
+"""Mixtures of posteriors in several basins; points, and mixtures of them: deep ensembles."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from pyro_structvi._checks import Count, Program, brief, checked
 from pyro_structvi._torch import inside_jit_trace
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
-from pyro_structvi.sites.family import GuideOptions
+from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.finding import separate_randomness, starting_at
-from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.site_posterior import (
     How,
     JointPosterior,
@@ -26,7 +27,7 @@ from pyro_structvi.sites.site_posterior import (
     stack_draws,
 )
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.point_estimate import MAPGuide, PointEstimate
+from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteUse
 
 
@@ -139,12 +140,8 @@ class MixtureGuide(StructuredGuide):
         return bool(families) and all(isinstance(each, PointEstimate) for each in families)
 
     @property
-    def site_names(self) -> list[str]:
-        return self._first.site_names
-
-    @property
-    def uses(self) -> Mapping[str, SiteUse]:
-        return self._first.uses
+    def _uses(self) -> dict[str, SiteUse]:  # type: ignore[override]
+        return self._first._uses
 
     @property
     def local_site_names(self) -> list[str]:
@@ -197,17 +194,6 @@ class MixtureGuide(StructuredGuide):
             self._initialize_if_needed(args, kwargs)
         return JointMixture(self)
 
-    @checked
-    def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
-        """Draw all sites once, from one member, as ordinary tensors.
-
-        Args:
-            local: Whether to draw the sites of single examples too.
-            number: The number of the draw; successive draws are spread over members by their weights.
-        """
-        member = None if number is None else _members_of_draws(self.weights, number + 1)[-1]
-        return self.joint_posterior().draw(local, member)
-
     def __getitem__(self, name: str) -> SitePosterior:
         raise TypeError(
             f"A mixture has a posterior of '{name}' for each member. Write "
@@ -231,6 +217,9 @@ class MixtureGuide(StructuredGuide):
                     yield number
 
 
+NOISE = 0.01  # of the root mean square of a start, so that scalars differ, too
+
+
 def _members_of_draws(weights: Tensor, count: int) -> list[int]:
     """Return the members of the first draws; any number of successive draws follows the weights."""
     shares = weights.tolist()
@@ -245,25 +234,19 @@ def _members_of_draws(weights: Tensor, count: int) -> list[int]:
 def _start_of_member(
     values: Mapping[str, Tensor], number: int, site: LatentSite, start: Tensor
 ) -> Tensor:
-    """Return the value of a site if there is one; the start of the first member."""
+    """Return the value of a site if there is one, or the start, in random order after member 0."""
     if site.name in values:
         return values[site.name]
-    return _in_random_order(site, start) if number else start
-
-
-def _in_random_order(site: LatentSite, start: Tensor) -> Tensor:
-    """Return the unconstrained elements of a start in random order, plus a little noise."""
+    if number == 0:
+        return start
     bijection = bijection_onto(site.support)
-    values = bijection.inv(start)
-    order = torch.randperm(values.numel(), device=values.device)
-    permuted = values.flatten()[order].reshape(values.shape)
+    free = bijection.inv(start)
+    order = torch.randperm(free.numel(), device=free.device)
+    permuted = free.flatten()[order].reshape(free.shape)
     size = permuted.square().mean().sqrt()
     noise = NOISE * torch.where(size > 0, size, 1.0) * torch.randn_like(permuted)
     moved: Tensor = bijection(permuted + noise)
     return moved
-
-
-NOISE = 0.01  # of the root mean square of a start, so that scalars differ, too
 
 
 T = TypeVar("T")
@@ -314,7 +297,13 @@ class JointMixture:
     ) -> Iterator[tuple[Any, Any]]:
         return self.at_member(number, lambda _, joint: joint.conditionals(how, local))
 
-    def draw(self, local: bool = False, number: Any = None) -> dict[str, Tensor]:
+    def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
+        """Draw all sites from one member; successive draws are spread over members by their weights."""
+        if number is not None:
+            number = _members_of_draws(self._guide.weights, number + 1)[-1]
+        return self._draw_member(local, number)
+
+    def _draw_member(self, local: bool, number: Any) -> dict[str, Tensor]:
         return self.at_member(number, lambda _, joint: joint.draw(local))
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
@@ -322,14 +311,13 @@ class JointMixture:
         members = [of_draws[number] for number in numbers]
         states = self._states(members)
         if len(members) > 1 and not self._draws_in_turn and are_plain(states.values()):
-            draws = in_one_pass(partial(self.draw, local), states)
+            draws = in_one_pass(partial(self._draw_member, local), states)
             if draws is not None:
                 return draws
             self._draws_in_turn = True
-        return stack_draws([self.draw(local, number) for number in members])
+        return stack_draws([self._draw_member(local, number) for number in members])
 
     def median(self) -> dict[str, Tensor]:
-        """Return the weighted mean of the members' medians."""
         medians = stack_draws([each.median() for each in self._guide.members])
         weights = self._guide.weights
         return {
@@ -371,6 +359,52 @@ class _With(nn.Module):
 
     def forward(self, read: Reader[T]) -> T:
         return read(self.guide, self.guide.joint_posterior())
+
+
+@dataclass(frozen=True)
+class PointEstimate(Family):
+    """A point; the parameter is ``loc (*shape)``, unconstrained.
+
+    The loss is the negative log posterior density of the site's value, or with ``kl_weight=0`` the
+    negative log likelihood.
+
+    Example:
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"*": PointEstimate()})
+        >>> sum(parameter.numel() for parameter in guide.parameters())
+        15
+    """
+
+    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
+
+    def fits(self, site: LatentSite) -> bool:
+        return has_bijection(site.support)
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        return {"loc": bijection_onto(site.support).inv(loc).clone()}
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMass:
+        value = bijection_onto(site.support)(parameters["loc"])
+        return PointMass(value, site.event_dim, validate_args=False)
+
+
+class MAPGuide(StructuredGuide):
+    """A maximum a posteriori estimate of every site; with ``kl_weight=0`` maximum likelihood.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Example:
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
+        >>> sum(parameter.numel() for parameter in MAPGuide(model).parameters())
+        160400
+    """
+
+    def __init__(self, model: Callable[..., Any], **options: Unpack[GuideOptions]) -> None:
+        super().__init__(model, {"*": PointEstimate()}, **options)
 
 
 class EnsembleGuide(MixtureGuide):

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import constraints
 
-from pyro_structvi._checks import check_positive, check_same_kind, checked, shape_text
+from pyro_structvi._checks import check_positive, check_same_kind, checked, shape_text, validates
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.weights.arguments import as_expanded, as_size, check_value
 
@@ -54,9 +54,7 @@ class ScaleMixtureNormal(TorchDistribution):
 
     @checked
     def __init__(self, scales: Tensor, probs: Tensor, validate_args: bool | None = None) -> None:
-        if validate_args is None:
-            validate_args = Distribution._validate_args
-        if validate_args:
+        if validates(validate_args):
             check_same_kind("probs", probs, "scales", scales)
             check_positive("scales", scales)
             check_positive("probs", probs)
@@ -65,11 +63,10 @@ class ScaleMixtureNormal(TorchDistribution):
                     "`scales` and `probs` must have shape (*batch, K) with one K, but got "
                     f"{shape_text(scales.shape)} and {shape_text(probs.shape)}."
                 )
-        self.scales, self.probs = torch.broadcast_tensors(
-            scales, probs / probs.sum(-1, keepdim=True)
-        )
+        probs = probs / probs.sum(-1, keepdim=True)
+        self.scales, self.probs = torch.broadcast_tensors(scales, probs)
         super().__init__(self.scales.shape[:-1], validate_args=False)
-        self._validate_args: bool = validate_args
+        self._validate_args = validates(validate_args)
 
     @property
     def mean(self) -> Tensor:

@@ -70,15 +70,6 @@ class Subnetwork(Family):
         return PartlyChosen(parameters["rest"], site.event_dim, parameters["index"])
 
 
-@dataclass(frozen=True)
-class ChosenPart:
-    """A site's part of the vector of chosen elements: its value, mean and variance, ``(size,)``."""
-
-    value: Tensor
-    mean: Tensor
-    variance: Tensor
-
-
 class PartlyChosen(PointMass):
     """The values of a site without its chosen elements."""
 
@@ -86,10 +77,10 @@ class PartlyChosen(PointMass):
         super().__init__(rest, event_dim, validate_args=False)
         self._index = index
 
-    def condition(self, part: ChosenPart) -> PointMass:
-        """Return the distribution of the site given its chosen elements."""
-        value, mean = (self._put(self.v, chosen) for chosen in (part.value, part.mean))
-        variance = self._put(torch.zeros_like(self.v), part.variance)
+    def condition(self, part: Tensor) -> PointMass:
+        """Return the distribution given value, mean and variance of chosen elements, ``(3, size)``."""
+        value, mean = (self._put(self.v, chosen) for chosen in part[:2])
+        variance = self._put(torch.zeros_like(self.v), part[2])
         return PointMass(value, self.event_dim, mean, variance, validate_args=False)
 
     def _put(self, values: Tensor, chosen: Tensor) -> Tensor:
@@ -137,11 +128,8 @@ class JointSubnetwork(SharedPosterior):
         return not any(len(post.value("index")) for post in posteriors.values())
 
     def split(self, value: Tensor, q: Any) -> dict[str, Any]:
-        parts = (vector.split(list(self.sizes.values())) for vector in (value, q.mean, q.variance))
-        return {
-            name: ChosenPart(*part)
-            for name, part in zip(self.sizes, zip(*parts, strict=True), strict=True)
-        }
+        parts = torch.stack([value, q.mean, q.variance]).split([*self.sizes.values()], -1)
+        return dict(zip(self.sizes, parts, strict=True))
 
 
 @couple.register
@@ -207,21 +195,15 @@ class SubnetworkGuide(StructuredGuide):
                     f"{list(chosen)}, it has only {[name for name in chosen if name in values]}."
                 )
             options["init_loc_fn"] = lambda site: values.get(site["name"])
-        family = Subnetwork(
-            chosen, FullCovariance() if posterior is None else posterior, train_rest
-        )
+        family = Subnetwork(chosen, posterior or FullCovariance(), train_rest)
         super().__init__(model, {"*": family}, **options)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         super().initialize(*args, **kwargs)
-        family = self.families["*"]
+        family, own = self.families["*"], self._own_posteriors()
         assert isinstance(family, Subnetwork)
-        chosen = family.chosen or {}
-        missing = [
-            name
-            for name in chosen
-            if name not in self or not isinstance(self[name].family, Subnetwork)
-        ]
+        served = {each.site.name for each in own if isinstance(each.family, Subnetwork)}
+        missing = [name for name in family.chosen or {} if name not in served]
         if missing:
             raise ValueError(
                 f"`chosen` has masks for {missing}, but of the model's sites {self.site_names} only "

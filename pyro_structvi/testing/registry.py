@@ -15,8 +15,7 @@ from pyro_structvi.structures.k_tied import KTiedGuide
 from pyro_structvi.structures.low_rank import AutoLowRankLRT
 from pyro_structvi.structures.matrix_normal import MatrixNormalGuide
 from pyro_structvi.structures.mean_field import MeanFieldGuide
-from pyro_structvi.structures.mixture import EnsembleGuide, MixtureGuide
-from pyro_structvi.structures.point_estimate import MAPGuide
+from pyro_structvi.structures.mixture import EnsembleGuide, MAPGuide, MixtureGuide
 from pyro_structvi.structures.rowwise import RowwiseGuide
 
 Place = Literal["tests", "demo", "benchmarks"]

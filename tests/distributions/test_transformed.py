@@ -14,7 +14,7 @@ from torch.distributions import (
 )
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.structures.transformed import TransformedNormal
+from pyro_structvi.structures.mean_field import TransformedNormal
 
 LOC = torch.tensor([[0.3, -1.0, 0.1], [0.0, 0.5, -0.4]], dtype=torch.float64)
 SCALE = torch.tensor([[0.01, 0.3, 1.0], [0.1, 0.6, 0.8]], dtype=torch.float64)

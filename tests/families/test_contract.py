@@ -1,4 +1,4 @@
-"""Every family obeys the contract: the families of the registry's guides, and further options."""
+"""Every family and every guide of the registry obeys its contract."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi import families
+from pyro_structvi.distributions import PointMixture
 from pyro_structvi.extend import Family
 from pyro_structvi.families import (
     FullCovariance,
@@ -18,10 +19,14 @@ from pyro_structvi.families import (
     Subnetwork,
     TransformedMeanField,
 )
-from pyro_structvi.testing import check_family
+from pyro_structvi.guides import GlobalInducingGuide
+from pyro_structvi.structures.inducing.normal import InducingNormal
+from pyro_structvi.testing import check_family, check_guide
 from tests.guide_cases import GUIDES, POINTS
+from tests.models import linear_function, make_regressor
 from tests.unit_noise import assert_close, unit_draws
 
+GUIDES = GUIDES | POINTS
 SHAPE, SCALE = torch.Size([3, 4]), 0.3
 CHOSEN = torch.arange(12).reshape(SHAPE) % 2 == 0
 
@@ -33,7 +38,7 @@ def linear_model():
 
 def in_registry():
     model = linear_model()
-    return {name: make(model)["net.weight"].family for name, make in (GUIDES | POINTS).items()}
+    return {name: make(model)["net.weight"].family for name, make in GUIDES.items()}
 
 
 FAMILIES = in_registry() | {
@@ -101,3 +106,36 @@ def test_bad_options_are_refused_by_name():
         for value in values:
             with pytest.raises((TypeError, ValueError), match=f"^`{option}"):
                 family(**{option: value})
+
+
+def counts_inducing_weights(guide):
+    """Whether the KL of some site is an upper bound."""
+    laws = [guide[name]() for name in guide.site_names]
+    return any(
+        isinstance(q, InducingNormal) and not isinstance(q.inducing, PointMixture) for q in laws
+    )
+
+
+def check(name, model, *data):
+    def make(model):
+        return GUIDES[name](model, init_scale=0.3)
+
+    guide = make(model)
+    guide.initialize(*data)
+    check_guide(make, model, *data, is_bound=counts_inducing_weights(guide))
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_contract_of_guides(name):
+    check(name, linear_function, torch.randn(6, 3), torch.randn(6, 2))
+
+
+@pytest.mark.parametrize("name", ["k-tied, joined", "dropout"])
+def test_contract_of_guides_on_a_net(name):
+    check(name, make_regressor(6), torch.randn(6, 3), torch.randn(6, 1))
+
+
+def test_contract_of_guides_of_layers_given_the_ones_before():
+    x, y = torch.randn(6, 3), torch.randn(6, 1)
+    make = lambda model: GlobalInducingGuide(model, x[:4], init_scale=0.3)  # noqa: E731
+    check_guide(make, make_regressor(6), x, y)

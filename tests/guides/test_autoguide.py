@@ -256,12 +256,6 @@ def test_pyros_compiled_objective_has_the_eager_gradients(name, make, options):
             train(model, GUIDES["ensemble"](model), JitTrace_ELBO(), data)
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:No closed-form KL"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-]
-
-
 # ---- subsamples ----------------------------------------------------------------------------------
 
 

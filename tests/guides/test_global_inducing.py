@@ -28,7 +28,7 @@ from pyro_structvi.families import (
     Members,
     PointEstimate,
 )
-from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs
+from pyro_structvi.structures.global_inducing.family import NormalGivenInputs
 from tests.guides.inducing_guides import assert_same_draws, randomize
 from tests.infer.compiled_steps import assert_same
 from tests.models import local_latent_function

@@ -12,7 +12,6 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import MeanField, Members
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -335,20 +334,3 @@ def test_what_is_refused():
     assert not guide.is_of_points  # without sites yet
     ps.weigh_by_bound(linear_function, guide, torch.randn(12, 3), torch.randn(12, 2))
     assert not guide.is_of_points
-
-
-def test_an_ensemble_stands_beside_other_families():
-    model, data = make_regressor(), regression_data()
-    families = {"*.weight": Members(3), "*": MeanField()}
-    guide = ps.StructuredGuide(model, families, init_scale=1e-6)
-    ps.fit(model, guide, data, num_steps=5, lr=0.02, progress=False)
-    chosen = []
-    for _ in range(40):
-        values = guide.draw()
-        pair = []
-        for name in ("net.0.weight", "net.2.weight"):
-            same = (guide[name].members == values[name]).flatten(1).all(-1)
-            pair.append(same.nonzero().item())
-        chosen.append(pair)
-    assert all(first == second for first, second in chosen)
-    assert {first for first, _ in chosen} == {0, 1, 2}

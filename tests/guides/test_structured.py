@@ -295,13 +295,3 @@ def test_data_of_another_dtype_is_an_error_that_names_the_site():
         with pytest.raises(ValueError, match=r"site 'net.0.weight' must have dtype torch.float64"):
             svi.step(x.float(), y)
         svi.step(x, y)
-
-
-def test_means_start_at_the_nets_own_weights():
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-    model = ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.1)
-    guide = ps.KTiedGuide(model)
-    for name, parameter in net.named_parameters():
-        assert torch.equal(guide.median()[f"net.{name}"], parameter)
-    make_svi(model, guide).step(*regression_data())
-    assert not torch.equal(guide.median()["net.0.weight"], net[0].weight)

@@ -5,12 +5,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_structvi.linalg.factorizations import (
-    OrthonormalRows,
     add_to_diagonal,
     log_det,
     stable_cholesky,
 )
 from pyro_structvi.linalg.matrices import KroneckerLogDet, KroneckerQuadratic
+from pyro_structvi.structures.inducing.outputs import OrthonormalRows
 from tests.unit_noise import close
 
 ROWS, COLUMNS = 3, 4

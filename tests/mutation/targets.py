@@ -15,25 +15,28 @@ MUTATED = (
 CONTRACT = "distributions/test_contract"
 TESTS = {
     "structures": (
-        *(CONTRACT, "distributions/test_costs", "distributions/test_{}", "guides/test_{}"),
+        *(CONTRACT, "distributions/test_gaussians", "distributions/test_{}", "guides/test_{}"),
     ),
-    "structures/inducing": (CONTRACT, "distributions/inducing/test_*", "guides/test_inducing"),
-    "structures/global_inducing": ("guides/test_global_inducing*", "families/test_guides"),
+    "structures/inducing": (
+        *(CONTRACT, "distributions/inducing/test_*", "guides/test_inducing"),
+        "linalg/test_factorizations",
+    ),
+    "structures/global_inducing": ("guides/test_global_inducing*", "families/test_contract"),
     "weights": (CONTRACT, "distributions/test_declared_arguments", "lazy/test_*"),
     "maps": ("maps/test_*", "lazy/test_lazy_weight", "lazy/test_embedding"),
     "infer": ("infer/test_elbo*", "infer/test_schedules", "infer/test_vectorized_particles"),
     "dropout": ("guides/test_points",),
     "ensemble": ("distributions/test_point_mixture", "guides/test_points"),
-    "full_covariance": (
-        *("distributions/test_full", "distributions/test_triangles", "guides/test_optima"),
-    ),
+    "full_covariance": ("guides/test_optima",),
     "kl_between": ("distributions/test_kl_*",),
     "low_rank": ("guides/test_optima",),
     "matrix_normal": ("guides/test_optima",),
-    "mean_field": ("guides/test_structured",),
-    "mixture": ("guides/test_points",),
-    "point_estimate": ("guides/test_points", "distributions/test_site_distributions"),
-    "pruned": ("posterior/test_pruning",),
+    "mean_field": (
+        "distributions/test_transformed",
+        "guides/test_structured",
+        "posterior/test_pruning",
+    ),
+    "mixture": ("guides/test_points", "distributions/test_site_distributions"),
     "rowwise": ("guides/test_optima",),
     "site_distributions": (
         *("distributions/test_kl_*", "distributions/test_site_distributions"),

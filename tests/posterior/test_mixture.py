@@ -139,7 +139,7 @@ def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
 
 @pytest.mark.parametrize(
     ("count", "stride", "batch_size"),
-    [(80, 1, None), pytest.param(250, 3, 5, marks=pytest.mark.slow)],
+    [(80, 1, None), (250, 3, 5)],
 )
 def test_a_streamed_prediction_has_intervals_of_evenly_spaced_draws(count, stride, batch_size):
     model, (x, _) = make_regressor(), regression_data()

@@ -235,9 +235,8 @@ class GlobalInducingGuide(StructuredGuide):
                 "`first_layer` must be a family of one weight, such as MatrixNormalFamily(), but got "
                 f"{family} for the site '{site.name}' of shape {tuple(site.shape)}."
             )
-        return SitePosterior(
-            family, site, family.init(site, posterior.value("loc").detach(), self.init_scale)
-        )
+        start = family.init(site, posterior.value("loc").detach(), self.init_scale)
+        return SitePosterior(family, site, start)
 
     def _couplings(self) -> Iterable[Coupling]:  # type: ignore[override]
         if self.inducing_inputs is None:

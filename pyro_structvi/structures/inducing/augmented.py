@@ -66,8 +66,6 @@ class AugmentedMatrixNormal:
     .. math:: E[W \mid U] = \sigma B_r^\top \tilde U B_c, \qquad
         \operatorname{Cov}[W \mid U] = \sigma^2 (I - P_r \otimes P_c).
 
-    The factors are computed once, at their first use.
-
     Args:
         row_factor: :math:`Z_r`, ``(*batch, M_out, out)``.
         column_factor: :math:`Z_c`, ``(*batch, M_in, in)``.
@@ -142,7 +140,7 @@ class AugmentedMatrixNormal:
             check_shape(name, getattr(self, name), (*self.batch_shape, *shape), meaning, by=by)
         scales = [name for name in self.arguments if name.endswith("scale")]
         for name in scales:
-            check_broadcastable(name, getattr(self, name), self.batch_shape, "(*batch,)")
+            check_broadcastable(name, self.arguments[name], self.batch_shape, "(*batch,)")
         if self.event_shape[:1] != (out,) or self.event_shape[1:].numel() != size:
             raise ValueError(
                 f"`event_shape` must be (out, *rest) with out = {out} and prod(rest) = {size}, but "
@@ -157,9 +155,9 @@ class AugmentedMatrixNormal:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        factors = ("row_factor", "column_factor", "row_diagonal", "column_diagonal")
-        values = {name: getattr(self, name) for name in (*factors, "scale", "bias_scale")}
-        return {name: value for name, value in values.items() if value is not None}
+        names = ["row_factor", "column_factor", "row_diagonal", "column_diagonal", "scale"]
+        names += [] if self.bias_scale is None else ["bias_scale"]
+        return {name: getattr(self, name) for name in names}
 
     def expand(self, batch_shape: torch.Size) -> Self:
         batch_shape = as_expanded(batch_shape, self.batch_shape)
@@ -199,9 +197,8 @@ class AugmentedMatrixNormal:
     def whiten(self, u: Tensor) -> Tensor:
         """Return whitened inducing weights for ``u (*sample, *batch, M_out, M_in)``."""
         half = torch.linalg.solve_triangular(self.rows.scale_tril, u.double(), upper=False)
-        whole = torch.linalg.solve_triangular(self.columns.scale_tril, half.mT, upper=False)
-        whitened: Tensor = whole.mT.to(u.dtype)
-        return whitened
+        whole: Tensor = torch.linalg.solve_triangular(self.columns.scale_tril, half.mT, upper=False)
+        return whole.mT.to(u.dtype)
 
     def draw_standard(self, sample_shape: torch.Size) -> tuple[Tensor, Tensor]:
         r"""Draw W for a prior scale of 1, as a matrix, jointly with the whitened U.
@@ -247,7 +244,7 @@ class AugmentedMatrixNormal:
             conditional_scale: The :math:`\lambda` of the paper's Eq. 7, positive, a number or
                 ``(*batch,)``.
         """
-        check_inducing("u", u, self, True)
+        check_inducing("u", u, self)
         return ConditionalNormal(self, self.whiten(u), conditional_scale)
 
     def rsample(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
@@ -258,15 +255,12 @@ class AugmentedMatrixNormal:
         return weight.reshape(*weight.shape[:-2], *self.event_shape), inducing
 
 
-def check_inducing(
-    name: str, value: Tensor, joint: AugmentedMatrixNormal, validate_args: bool | None
-) -> None:
+def check_inducing(name: str, value: Tensor, joint: AugmentedMatrixNormal) -> None:
     """Raise a ``ValueError`` unless a tensor has the shape, dtype and device of inducing weights."""
-    if validates(validate_args):
-        shape = (*joint.batch_shape, *joint.inducing_shape)
-        check_shape(name, value, shape, "(*batch, M_out, M_in)")
-        check_same_kind(name, value, "row_factor", joint.row_factor)
-        check_finite(name, value)
+    shape = (*joint.batch_shape, *joint.inducing_shape)
+    check_shape(name, value, shape, "(*batch, M_out, M_in)")
+    check_same_kind(name, value, "row_factor", joint.row_factor)
+    check_finite(name, value)
 
 
 class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
@@ -365,7 +359,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
             return v, seen.double()
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)`` by the extended Matheron rule."""
         return self._draw(as_size("sample_shape", sample_shape)).weight()
 
     def draw_factored(self) -> MatheronDraw:
@@ -437,7 +430,8 @@ class ConditionalNormal(AugmentedNormal):
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
     ) -> None:
-        check_inducing("whitened", whitened, joint, validate_args)
+        if validates(validate_args):
+            check_inducing("whitened", whitened, joint)
         inducing = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
         super().__init__(joint, inducing, conditional_scale, validate_args)
 

@@ -122,14 +122,10 @@ class InducingWeights(FactoredFamily):
         )
         inducing = None
         if not self.shared:
-            inner = {
-                name.removeprefix("inducing_"): value
-                for name, value in parameters.items()
-                if name.startswith("inducing_")
-            }
-            inducing = self.posterior.distribution(
-                self._inducing_site(joint.inducing_shape), **inner
-            )
+            names = (name for name in parameters if name.startswith("inducing_"))
+            inner = {name.removeprefix("inducing_"): parameters[name] for name in names}
+            site = self._inducing_site(joint.inducing_shape)
+            inducing = self.posterior.distribution(site, **inner)
             if not isinstance(inducing, WeightDistribution):
                 raise TypeError(
                     f"Inducing weights need a posterior over weights, but got {self.posterior}. Use "
@@ -228,11 +224,9 @@ class SharedInducing(SharedPosterior):
         return Auxiliary(q, Normal(zero, one).expand(q.event_shape).to_event(2))
 
     def split(self, value: Tensor, q: Any) -> dict[str, Tensor]:
-        parts = value.split([shape[0] for shape in self.shapes.values()])
-        return {
-            name: part[:, : shape[1]]
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        rows = value.split([shape[0] for shape in self.shapes.values()])
+        parts = zip(self.shapes.items(), rows, strict=True)
+        return {name: part[:, : shape[1]] for (name, shape), part in parts}
 
     def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
         raise NotImplementedError(
@@ -303,33 +297,22 @@ class InducingWeightGuide(StructuredGuide):
         join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
+        for name, option, kind in (
+            ("ensemble_size", ensemble_size, "ensemble"),
+            ("max_inducing_scale", max_inducing_scale, "diagonal"),
+        ):
+            if option is not None and inducing_posterior != kind:
+                raise ValueError(
+                    f'`{name}` is for inducing_posterior="{kind}", but got {inducing_posterior!r}.'
+                )
+        families: dict[Any, Family] = {
+            "diagonal": MeanField(max_inducing_scale),
+            "matrix": MatrixNormalFamily(),
+            "full": FullCovariance(),
+            "ensemble": Members(ensemble_size or 5),
+        }
+        posterior: Any = families.get(inducing_posterior, inducing_posterior)
         family = InducingWeights(
-            inducing_shape,
-            _inducing_family(inducing_posterior, ensemble_size, max_inducing_scale),
-            shared,
-            max_conditional_scale,
-            join_bias=join_bias,
+            inducing_shape, posterior, shared, max_conditional_scale, join_bias=join_bias
         )
         super().__init__(model, {"*": family}, **options)
-
-
-def _inducing_family(
-    posterior: InducingPosterior | Family, ensemble_size: int | None, max_scale: float | None
-) -> Family:
-    if ensemble_size is not None and posterior != "ensemble":
-        raise ValueError(
-            f'`ensemble_size` is for inducing_posterior="ensemble", but got {posterior!r}.'
-        )
-    if max_scale is not None and posterior != "diagonal":
-        raise ValueError(
-            f'`max_inducing_scale` is for inducing_posterior="diagonal", but got {posterior!r}.'
-        )
-    if isinstance(posterior, Family):
-        return posterior
-    families: dict[str, Family] = {
-        "diagonal": MeanField(max_scale),
-        "matrix": MatrixNormalFamily(),
-        "full": FullCovariance(),
-        "ensemble": Members(5 if ensemble_size is None else ensemble_size),
-    }
-    return families[posterior]

@@ -1,7 +1,7 @@
 """Weights with their inducing weights integrated out, and KL divergences over both."""
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -89,8 +89,7 @@ class InducingNormal(AugmentedNormal):
                 [0.0000, 0.7500]])
 
     References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", Eq. 7-9.
+        Ritter et al. (2021), as for :class:`AugmentedMatrixNormal`, Eq. 7-9.
     """
 
     @checked
@@ -102,14 +101,15 @@ class InducingNormal(AugmentedNormal):
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
     ) -> None:
-        check_inducing("inducing_loc", inducing_loc, joint, validate_args)
-        if validates(validate_args) and isinstance(inducing_scale, Tensor):
-            shape = (*joint.batch_shape, *joint.inducing_shape)
-            check_broadcastable("inducing_scale", inducing_scale, shape, "(*batch, M_out, M_in)")
-            check_same_kind("inducing_scale", inducing_scale, "inducing_loc", inducing_loc)
+        if isinstance(inducing_scale, (int, float)):
+            inducing_scale = inducing_loc.new_tensor(inducing_scale)
         if validates(validate_args):
-            check_positive("inducing_scale", torch.as_tensor(inducing_scale).to(inducing_loc))
-        inducing = MeanFieldNormal(inducing_loc, inducing_scale, 2, validate_args)
+            check_inducing("inducing_loc", inducing_loc, joint)
+            name, shape = "inducing_scale", inducing_loc.shape
+            check_broadcastable(name, inducing_scale, shape, "(*batch, M_out, M_in)")
+            check_same_kind(name, inducing_scale, "inducing_loc", inducing_loc)
+            check_positive(name, inducing_scale)
+        inducing = MeanFieldNormal(inducing_loc, inducing_scale, 2, False)
         super().__init__(joint, inducing, conditional_scale, validate_args)
 
     @classmethod
@@ -120,15 +120,15 @@ class InducingNormal(AugmentedNormal):
         inducing: WeightDistribution | None,
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
-    ) -> "InducingNormal":
+    ) -> Self:
         """Return the distribution of W for a distribution of whitened inducing weights.
 
         ``inducing`` is over ``(M_out, M_in)``: independent normals, a matrix normal, a full
         covariance, or a :class:`PointMixture`, whose KL is omitted, as for ensembles; None if a guide
         draws them separately, see :meth:`condition`. Other arguments are as for the class.
         """
-        if inducing is not None:
-            check_inducing("inducing", inducing.mean, joint, validate_args)
+        if inducing is not None and validates(validate_args):
+            check_inducing("inducing", inducing.mean, joint)
         new = cls.__new__(cls)
         AugmentedNormal.__init__(new, joint, inducing, conditional_scale, validate_args)
         return new
@@ -136,8 +136,9 @@ class InducingNormal(AugmentedNormal):
     def condition(self, whitened: Tensor) -> "GivenInducing":
         """Return the distribution of W given whitened U, whose KL and density do not count U."""
         if self._validate_args:
-            check_inducing("whitened", whitened, self.joint, True)
-        return GivenInducing(self.joint, whitened, self.conditional_scale)
+            check_inducing("whitened", whitened, self.joint)
+        point = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
+        return GivenInducing.from_inducing(self.joint, point, self.conditional_scale, False)
 
     # ---- marginal density of W -------------------------------------------------------------------
 
@@ -151,9 +152,8 @@ class InducingNormal(AugmentedNormal):
         k = torch.linalg.solve(self._residual, seen.flatten(-2).unsqueeze(-1))
         covariance = self.inducing.covariance_matrix.double()
         gain = torch.linalg.solve(self._seen_covariance, covariance)
-        explained = (k.mT @ gain @ k / self.bases.squared_scale.double().square())[..., 0, 0]
-        distance: Tensor = self._around_zero.mahalanobis(difference) - explained.to(v.dtype)
-        return distance
+        explained: Tensor = k.mT @ gain @ k / self.bases.squared_scale.double().square()
+        return self._around_zero.mahalanobis(difference) - explained[..., 0, 0].to(v.dtype)
 
     @grad_cached_property
     def _around_zero(self) -> ConditionalNormal:
@@ -210,20 +210,11 @@ class GivenInducing(InducingNormal):
     U)`, which is not a density; :class:`Auxiliary` has the term of U.
     """
 
-    def __init__(
-        self, joint: AugmentedMatrixNormal, whitened: Tensor, conditional_scale: Tensor | float
-    ) -> None:
-        inducing = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
-        AugmentedNormal.__init__(self, joint, inducing, conditional_scale, validate_args=False)
-
     def log_prob(self, value: Tensor) -> Tensor:
-        scale, whitened = self.conditional_scale, self.inducing.mean
-        unscaled = ConditionalNormal(self.joint, whitened, torch.ones_like(scale), False)
-        distance = unscaled.mahalanobis(value - self.loc)
-        ratio = 0.5 * distance * (1 - scale.square().reciprocal())
+        scale = self.conditional_scale
+        ratio = 0.5 * self._around_zero.mahalanobis(value - self.loc) * (scale.square() - 1)
         prior = self.joint.weight_prior().log_prob(value)
-        part: Tensor = prior + ratio - self.event_shape.numel() * scale.log()
-        return part
+        return prior + ratio - self.event_shape.numel() * scale.log()
 
 
 @quantiles.register
@@ -302,12 +293,10 @@ def _kl(q: InducingNormal, gap: Tensor | float = 0.0) -> Tensor:
     """Return the KL given the mean under q of ``log p_joint(W) - log p(W)``."""
     scale = q.conditional_scale
     conditional = q.event_shape.numel() * (scale.square() / 2 - scale.log() - 0.5)
-    divergence: Tensor = conditional + gap
     if isinstance(q.inducing, PointMixture):
-        return divergence
+        return conditional + gap
     standard = Normal(scale.new_zeros(()), scale.new_ones(()), validate_args=False)
-    of_inducing: Tensor = kl_divergence(q.inducing, standard)
-    return divergence + of_inducing
+    return conditional + gap + kl_divergence(q.inducing, standard)
 
 
 def _gap(
@@ -315,12 +304,11 @@ def _gap(
 ) -> Tensor:
     """Return the mean of ``log p_joint - log p`` of weights, from sums of their moments."""
     precision = scale.square().reciprocal()
-    gap: Tensor = (
+    return 0.5 * (
         second * (precision - own.square().reciprocal())
         + (count * loc - 2 * first) * loc * precision
         + 2 * count * (scale.log() - own.log())
     )
-    return 0.5 * gap
 
 
 def _rows_and_columns(q: InducingNormal, value: Tensor) -> Tensor:
@@ -335,17 +323,15 @@ def _rows_and_columns(q: InducingNormal, value: Tensor) -> Tensor:
 
 def _column_moments(q: InducingNormal) -> tuple[Tensor, Tensor]:
     """Return the sums over rows of ``E[W]`` and of ``E[W^2]``, ``(*batch, in)`` each."""
-    rows, columns, gram = q.joint.rows.basis, q.joint.columns.basis, q.joint.rows.gram
+    rows, columns, complement = q.joint.rows.basis, q.joint.columns.basis, q.joint.rows.complement
+    gram = identity_like(complement) - complement
     scale, squared = q.joint.column_scale.squeeze(-2), q.conditional_scale.square().unsqueeze(-1)
-    first = (rows.sum(-1).unsqueeze(-2) @ q.inducing.mean @ columns).squeeze(-2)
-    seen = (columns * (_second_moment(q.inducing, gram) @ columns)).sum(-2)
+    mean = q.inducing.mean
+    first = (rows.sum(-1).unsqueeze(-2) @ mean @ columns).squeeze(-2)
+    second = mean.mT @ gram @ mean + _spread(q.inducing, gram)
+    seen = (columns * (second @ columns)).sum(-2)
     kept = q.event_shape[0] - _trace(gram).unsqueeze(-1) * columns.square().sum(-2)
     return scale * first, scale.square() * (seen + squared * kept)
-
-
-def _second_moment(inducing: WeightDistribution, gram: Tensor) -> Tensor:
-    """Return ``E[U' G U]`` for the inducing weights U, ``(*batch, M_in, M_in)``."""
-    return inducing.mean.mT @ gram @ inducing.mean + _spread(inducing, gram)
 
 
 def _spread(inducing: WeightDistribution, gram: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matheron's rule: a weight, or a layer's outputs, without the weight being formed."""
+"""Factors of the prior, and Matheron's rule: a weight, or a layer's outputs without the weight."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_structvi.linalg.factorizations import OrthonormalRows
+from pyro_structvi.linalg.factorizations import stable_cholesky
 from pyro_structvi.linalg.matrices import (
     autocast_off,
     floored_sqrt,
@@ -18,6 +18,62 @@ from pyro_structvi.linalg.matrices import (
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.weights.weight_distribution import IndependentWeight, WeightDistribution
+
+
+class OrthonormalRows(torch.autograd.Function):
+    """``L^-1 [Z, D]`` for ``L L' = Z Z' + D^2``: the LQ decomposition of ``[Z, D]``, by Cholesky.
+
+    The factorization is in double precision and adds the smallest jitter that works to ``D^2``. The
+    gradient is in the arguments' precision.
+    """
+
+    @staticmethod
+    def forward(factor: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``L^-1 Z``, ``L^-1 D`` and the jitter for ``Z (*b, M, size)`` and ``D (*b, M)``."""
+        double, square = factor.double(), diagonal.double().square()
+        tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
+        identity = identity_like(tril).expand_as(tril)
+        inverse = torch.linalg.solve_triangular(tril, identity, upper=False).contiguous()
+        remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
+        return (inverse @ double).to(factor.dtype), remainder.to(factor.dtype), jitter
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        (_, diagonal), (basis, remainder, jitter) = inputs, output
+        ctx.save_for_backward(basis, remainder, diagonal, jitter)
+        ctx.mark_non_differentiable(jitter)
+        ctx.set_materialize_grads(False)  # the remainder of columns is rarely used
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_basis: Tensor | None, of_remainder: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        basis, remainder, diagonal, jitter = ctx.saved_tensors
+        given = ((of_basis, basis), (of_remainder, remainder))
+        products = [gradient @ rows.mT for gradient, rows in given if gradient is not None]
+        if not products:
+            return None, None
+        jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
+        inverse, share = remainder / jittered.unsqueeze(-2), diagonal / jittered
+        product = sum(products[1:], products[0])
+        symmetric = product.tril() + product.tril(-1).mT
+        left, right = (
+            (0 if gradient is None else gradient) - symmetric @ rows for gradient, rows in given
+        )
+        return inverse.mT @ left, (inverse * right).sum(-2) * share
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, int | None], factor: Tensor, diagonal: Tensor
+    ) -> tuple[Any, tuple[int, int, int]]:
+        values = zip((factor, diagonal), in_dims, strict=True)
+        batches = (
+            value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+            for value, dim in values
+        )
+        return OrthonormalRows.apply(*batches), (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -44,11 +100,6 @@ class InducingSide:
         psi = factor @ factor.mT + torch.diag_embed(square + self.jitter.unsqueeze(-1))
         tril: Tensor = torch.linalg.cholesky_ex(psi).L
         return tril
-
-    @grad_cached_property
-    def gram(self) -> Tensor:
-        """The matrix ``B B'``, ``(*batch, M, M)``."""
-        return identity_like(self.complement) - self.complement
 
     @grad_cached_property
     def complement(self) -> Tensor:
@@ -79,8 +130,7 @@ class MatheronBases:
     def project(self, inducing: Tensor) -> Tensor:
         """Return the conditional mean, as a matrix, for whitened inducing weights."""
         with autocast_off(inducing):
-            projected: Tensor = self.rows.mT @ inducing @ self.columns
-        return projected
+            return self.rows.mT @ inducing @ self.columns
 
     def variance(self, inducing: WeightDistribution, hidden: Tensor, squared: Tensor) -> Tensor:
         r"""Return the variances ``(..., positions, out)``, for :math:`C x` and :math:`|\sigma x|^2`."""
@@ -201,9 +251,8 @@ class MatheronOutputs(GaussianOutputs):
         draws = self._inducing.rsample(hidden.shape[: hidden.dim() - event_dim])
         if channel == -1:
             return (hidden.flatten(-event_dim, -2) @ draws.mT).reshape(*hidden.shape[:-1], -1)
-        columns = draws @ hidden.flatten(channel + 1)
-        images: Tensor = columns.unflatten(-1, hidden.shape[channel + 1 :])
-        return images
+        columns: Tensor = draws @ hidden.flatten(channel + 1)
+        return columns.reshape(*columns.shape[:-1], *hidden.shape[channel + 1 :])
 
     def _repeat(self, tensor: Tensor, sample: torch.Size) -> Tensor:
         """Repeat for each draw; with positions, the draws become examples of the batch."""
