@@ -47,9 +47,14 @@ def targets():
     return torch.randn(SIZE, 1)
 
 
-def model_and_guide(guide=ps.MeanFieldGuide):
-    model = regressor()
-    return {"model": model, "guide": guide(model)}
+def model_and(name="guide", guide=ps.MeanFieldGuide, make=regressor):
+    """Return a model, and under a name a guide of it."""
+    model = make()
+    return {"model": model, name: guide(model)}
+
+
+def mixture(model):
+    return ps.MixtureGuide(model, ps.MeanFieldGuide, 2)
 
 
 def positive(*shape):
@@ -76,8 +81,8 @@ def axes():
     return Figure().subplots()
 
 
-def passes():
-    return {**model_and_guide(), "x": inputs(), "y": targets()}
+def passes(guide=ps.MeanFieldGuide):
+    return {**model_and("guide", guide), "x": inputs(), "y": targets()}
 
 
 def of_likelihood(size, **options):
@@ -139,9 +144,8 @@ OF_GUIDES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "StructuredGuide": lambda: {"families": {"*": f.MeanField()}},
     "SubnetworkGuide": lambda: {
-        "model": (model := regressor()),
+        **model_and("center", ps.MAPGuide),
         "chosen": {"net.0.weight": torch.eye(4, 3, dtype=torch.bool)},
-        "center": ps.MAPGuide(model),
         "posterior": f.FullCovariance(),
         "init_loc_fn": None,
     },
@@ -164,41 +168,31 @@ OF_GUIDES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def initialized_parts():
-    parts = model_and_guide()
+    parts = model_and()
     parts["guide"].initialize(inputs(), targets())
     return parts
 
 
 def saved_parts():
-    parts = model_and_guide()
+    parts = model_and()
     path = Path(tempfile.mkdtemp(dir=FILES.name)) / "posterior.safetensors"
     ps.save(path, **parts)
     return {"path": path, **parts}
 
 
 OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
-    "weigh_by_bound": lambda: {
-        **model_and_guide(lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, 2)),
-        "x": inputs(),
-        "y": targets(),
-        "num_particles": 2,
-    },
-    "weigh_by_stacking": lambda: {
-        **model_and_guide(lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, 2)),
-        "x": inputs(),
-        "y": targets(),
-        "num_samples": 2,
-    },
+    "weigh_by_bound": lambda: {**passes(mixture), "num_particles": 2},
+    "weigh_by_stacking": lambda: {**passes(mixture), "num_samples": 2},
     "LinearAnnealing": lambda: {"num_steps": 10},
     "CosineDecay": lambda: {"num_steps": 10},
     "CompiledSVI": lambda: {
-        **model_and_guide(),
+        **model_and(),
         "optim": pyro.optim.Adam({"lr": 0.01}),
         "loss": ps.StructuredELBO(),
         "backend": None,
     },
     "fit": lambda: {
-        **model_and_guide(),
+        **model_and(),
         "data": (inputs(), targets()),
         "num_epochs": None,
         "num_steps": 2,
@@ -225,14 +219,12 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "save": saved_parts,
     "load": saved_parts,
     "NetMoments": lambda: {
-        "model": (model := regressor()),
-        "guide": ps.MeanFieldGuide(model),
+        **model_and(),
         "covariance": "full",
         "linearize": True,
     },
     "predict": lambda: {
-        "model": (model := normalized_regressor()),
-        "posterior": ps.MeanFieldGuide(model),
+        **model_and("posterior", make=normalized_regressor),
         "x": inputs(),
         "num_samples": 2,
         "y": targets(),
@@ -243,18 +235,14 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
         "differentiable": True,
     },
     "predict_moments": lambda: {
-        "model": (model := regressor()),
-        "guide": ps.MeanFieldGuide(model),
-        "x": inputs(),
-        "y": targets(),
+        **passes(),
         "batch_size": 3,
         "covariance": "full",
         "linearize": True,
         "differentiable": True,
     },
     "to_inference_data": lambda: {
-        "model": (model := normalized_regressor()),
-        "posterior": ps.MeanFieldGuide(model),
+        **model_and("posterior", make=normalized_regressor),
         "x": inputs(),
         "y": targets(),
         "num_samples": 2,
@@ -272,8 +260,7 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "prune_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "amount": 0.5},
     "marginal_variances": lambda: {"guide": ps.MeanFieldGuide(regressor())},
     "laplace_variances": lambda: {
-        "model": (model := regressor()),
-        "center": ps.MAPGuide(model),
+        **model_and("center", ps.MAPGuide),
         "x": inputs(),
         "site": "obs",
     },

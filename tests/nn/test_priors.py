@@ -240,9 +240,17 @@ def test_the_kl_of_a_joined_weight_is_estimated_by_draws(name):
     assert abs(nats.mean() - expected) < 5 * nats.std() / len(nats) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["2-tied", "multivariate", "rows"])
+OF_ELEMENTS = {  # of torch, which become Pyro's
+    "Laplace": lambda: torch.distributions.Laplace(torch.zeros(SHAPE), torch.ones(SHAPE)),
+    "Student": lambda: torch.distributions.Independent(
+        torch.distributions.StudentT(torch.full(SHAPE, 3.0)), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["2-tied", "multivariate", "rows", *OF_ELEMENTS])
 def test_it_moves_converts_and_is_copied_with_the_model(name):
-    prior = PRIORS[name]()
+    prior = (PRIORS | OF_ELEMENTS)[name]()
     model = with_whole_prior(prior)
     draw = prior.sample()
 
@@ -254,14 +262,18 @@ def test_it_moves_converts_and_is_copied_with_the_model(name):
         assert module.weight.dtype == dtype
         return own.log_prob(draw.to(dtype)).double()
 
-    expected = prior.log_prob(draw)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    expected = prior.log_prob(draw).sum()
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(density(other), expected)
-    fresh = with_whole_prior(PRIORS[name]())
+    fresh = with_whole_prior((PRIORS | OF_ELEMENTS)[name]())
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(density(fresh), expected)
-    single = density(copy.deepcopy(model).float(), torch.float32)
+    single = density(model.float(), torch.float32)
     torch.testing.assert_close(single, expected, rtol=1e-4, atol=1e-4)
+    if name == "Laplace":
+        sites = find_declared_sites(model.to("meta"))
+        for site in ("net.0.weight", "net.0.bias"):
+            assert sites[site].prior.mean.device.type == "meta"
 
 
 @pytest.mark.parametrize("guide_name", ["k-tied", "rowwise"])
