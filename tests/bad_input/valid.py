@@ -218,11 +218,7 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
     # using the posterior
     "save": saved_parts,
     "load": saved_parts,
-    "NetMoments": lambda: {
-        **model_and(),
-        "covariance": "full",
-        "linearize": True,
-    },
+    "NetMoments": lambda: {**model_and(), "covariance": "full", "linearize": True},
     "predict": lambda: {
         **model_and("posterior", make=normalized_regressor),
         "x": inputs(),
@@ -259,11 +255,7 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "prune_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "amount": 0.5},
     "marginal_variances": lambda: {"guide": ps.MeanFieldGuide(regressor())},
-    "laplace_variances": lambda: {
-        **model_and("center", ps.MAPGuide),
-        "x": inputs(),
-        "site": "obs",
-    },
+    "laplace_variances": lambda: {**model_and("center", ps.MAPGuide), "x": inputs(), "site": "obs"},
     "largest": lambda: {"variances": {"w": positive(4, 3)}, "size": 2},
     "k_tied_from_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
     "full_covariance_from": lambda: {"guide": ps.MeanFieldGuide(regressor()), "max_memory": 1.0},
@@ -344,9 +336,7 @@ OF_FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
         "label": "mean field",
         "num_examples": 50,
     },
-    "plot_elbo": lambda: {
-        "history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0]),
-    },
+    "plot_elbo": lambda: {"history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0])},
     "plot_importance": lambda: {"log_weights": torch.randn(SIZE)},
     "plot_scale_matrix": lambda: {"scale": positive(4, 3)},
 }

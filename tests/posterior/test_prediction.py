@@ -11,12 +11,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_structvi as ps
-from tests.models import (
-    linear_function,
-    make_classifier,
-    make_regressor,
-    regression_data,
-)
+from tests.models import linear_function, make_classifier, make_regressor, regression_data
 from tests.unit_noise import assert_draws
 
 
