@@ -25,7 +25,8 @@ from tests.bad_input.valid import (
     OF_MODELS,
     OPTIONS,
     SIZE,
-    axes,
+    USUAL,
+    USUAL_GUIDES,
     inputs,
     passes,
     positive,
@@ -35,16 +36,6 @@ from tests.bad_input.valid import (
 from tests.distributions.cases import CASES
 
 VALID = OF_MODELS | OF_GUIDES | OF_FITS | OF_FIGURES | OF_DISTRIBUTIONS
-
-# Of arguments by these names.
-USUAL: dict[str, Callable[[], Any]] = {
-    "validate_args": lambda: True,
-    "event_dim": lambda: 2,
-    "device": lambda: "cpu",
-    "dtype": lambda: torch.float64,
-    "progress": lambda: False,
-    "ax": axes,
-}
 
 OF_STRUCTURES = {type(case.make((), (4, 3), torch.float64)): case.make for case in CASES}
 
@@ -170,9 +161,12 @@ def valid(name):
     defaults = {key: each.default for key, each in own.items() if each.default is not each.empty}
     given = {key: value for key, value in defaults.items() if value is not None}
     given |= {key: make() for key, make in USUAL.items() if key in own}
+    if own.keys() & {"model", "guide"}:
+        model = regressor()
+        given |= {key: make(model) for key, make in USUAL_GUIDES.items() if key in own}
+        given |= {"model": model} if "model" in own else {}
     if isinstance(function, type) and issubclass(function, StructuredGuide):
-        takes_options = own.keys() & {"options", "create_plates"}
-        given |= {"model": regressor(), **(OPTIONS if takes_options else {})}
+        given |= OPTIONS if own.keys() & {"options", "create_plates"} else {}
     if name in VALID:
         given |= VALID[name]()
     elif function in OF_STRUCTURES:

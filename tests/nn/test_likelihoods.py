@@ -156,6 +156,8 @@ RIGHT_WEIGHTS, WRONG_WEIGHTS = ({"class_weights": torch.ones(size)} for size in 
         (ps.Classifier, {}, (6, 5, 3), None, r"shape \(batch, classes\), but got \(6, 5, 2\)"),
         (ps.Classifier, WRONG_WEIGHTS, (2, 3), torch.tensor([0, 1]), "`class_weights` must h"),
         (ps.Classifier, RIGHT_WEIGHTS, (2, 3), torch.tensor([0, 2]), "classes count from 0"),
+        (ps.TokenClassifier, {}, (6, 3), None, r"\(batch, length, classes\), but got \(6, 2\)"),
+        (ps.TokenClassifier, {}, (6, 5, 3), torch.zeros(6).long(), r"shape .* = \(6, 5\), but got"),
         (ps.BinaryClassifier, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
         (ps.Regressor, {"noise": 1.0}, (6, 3), torch.zeros(6), r"net's output = \(6, 2\), but got"),
         (ps.Regressor, HETERO, (6, 3), torch.zeros(6, 2), r"that of the means = \(6, 1\)"),
@@ -243,27 +245,13 @@ def test_data_without_scales_are_refused():
         model({"input": torch.randn(4, 3)})
 
 
-BATCH, LENGTH, NUM_CLASSES = 6, 5, 4
-
-
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def make_tokens(**options):
-    net = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, NUM_CLASSES))
-    return ps.TokenClassifier(ps.bayesianize(net, 1.0), **options)
-
-
-def texts():
-    x = torch.randint(7, (BATCH, LENGTH))
-    y = torch.randint(NUM_CLASSES, (BATCH, LENGTH))
-    y[:, -2:] = -100
-    return x, y
-
-
 def test_padding_has_no_gradient_and_stays_when_a_padded_categorical_grows():
-    _, y = texts()
-    logits = torch.randn(BATCH, LENGTH, NUM_CLASSES, requires_grad=True)
+    y = torch.randint(4, (6, 5))
+    y[:, -2:] = -100
+    logits = torch.randn(6, 5, 4, requires_grad=True)
     PaddedCategorical(logits=logits).log_prob(y).sum().backward()
     assert not logits.grad[:, -2:].any()
     assert logits.grad[:, :-2].any()
@@ -271,24 +259,3 @@ def test_padding_has_no_gradient_and_stays_when_a_padded_categorical_grows():
     assert tokens.log_prob(torch.full((4, 3), 7)).eq(0).all()
     with pytest.raises(ValueError, match="within the support"):
         PaddedCategorical(logits=torch.zeros(3, 2), validate_args=True).log_prob(torch.tensor(5))
-
-
-def test_it_predicts_with_its_padding():
-    model = make_tokens(num_data=BATCH)
-    guide = ps.KTiedGuide(model)
-    x, y = texts()
-    prediction = ps.predict(model, guide, x, num_samples=4, y=y)
-    assert prediction.mean.shape == (BATCH, LENGTH, NUM_CLASSES)
-    assert prediction.functions.shape == (4, BATCH, LENGTH, NUM_CLASSES)
-    median = {name: value.unsqueeze(0) for name, value in guide.median().items()}
-    one = ps.predict(model, median, x, y=y)
-    expected = -F.cross_entropy(one.mean.log().mT, y, reduction="none").sum(1)
-    torch.testing.assert_close(one.log_density, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_other_observations_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(6, 5\)"):
-        poutine.block(make_tokens(num_data=6))(texts()[0], torch.zeros(BATCH, dtype=torch.long))
-    model = ps.TokenClassifier(ps.bayesianize(nn.Linear(3, 2), 1.0), num_data=6)
-    with pytest.raises(ValueError, match=r"\(batch, length, classes\), but got \(6, 2\)"):
-        poutine.block(model)(torch.randn(6, 3))
