@@ -166,14 +166,9 @@ def test_values_are_copies_in_float64_and_several_outputs_keep_their_dimension()
         ps.to_inference_data(model, draws, x, y, num_samples=3)
 
 
-COUNTS = [
-    (ps.PoissonRegressor, torch.poisson(torch.full((12, 1), 3.0))),
-    (ps.BinaryClassifier, torch.arange(12.0).unsqueeze(-1) % 2),
-]
-
-
 def test_counts_are_whole_numbers():
-    for make, y in COUNTS:
+    counts = torch.arange(12.0).unsqueeze(-1)
+    for make, y in ((ps.PoissonRegressor, counts), (ps.BinaryClassifier, counts % 2)):
         model = make(ps.bayesianize(nn.Linear(3, 1), prior=1.0), 12)
         data = ps.to_inference_data(model, ps.MeanFieldGuide(model), torch.randn(12, 3), y, 4)
         for group in ("observed_data", "posterior_predictive"):
