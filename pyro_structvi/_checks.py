@@ -262,16 +262,6 @@ def check_tensors(name: str, values: Any) -> None:
         )
 
 
-def check_elements(name: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise a ``ValueError`` if one of the parameters of a net has no elements."""
-    for each, parameter in parameters:
-        if not parameter.numel():
-            raise ValueError(
-                f"`{name}` must have elements in all its parameters, but '{each}' has the shape "
-                f"{shape_text(parameter.shape)}. Leave that layer out."
-            )
-
-
 def check_real(name: str, tensor: Tensor, dim: int = 0) -> None:
     """Raise unless a tensor has real values, and at least so many dimensions."""
     check(name, tensor, Tensor)

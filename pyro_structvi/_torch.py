@@ -184,9 +184,9 @@ def all_modules(root: nn.Module) -> list[nn.Module]:
 GROUPED_PRODUCT = torch._grouped_mm
 
 
-def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Return the module that ``torch.compile`` was given, or None if it did not return this one."""
-    inside: nn.Module | None = vars(module).get("_modules", {}).get("_orig_mod")
+def without_compiler(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` was given, or one that it did not return as it is."""
+    inside: nn.Module = vars(module).get("_modules", {}).get("_orig_mod", module)
     return inside
 
 

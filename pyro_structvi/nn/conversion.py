@@ -15,15 +15,15 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from pyro_structvi._checks import check_elements, checked, naming, warn_user
+from pyro_structvi._checks import checked, naming, shape_text, warn_user
 from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
 from pyro_structvi._torch import (
     BatchOrInstanceNorm,
     SpectralParametrization,
-    compiled_module,
     forward_hooks,
     is_householder,
     unlisted_weights,
+    without_compiler,
 )
 from pyro_structvi.nn.priors import (
     Prior,
@@ -36,9 +36,9 @@ from pyro_structvi.nn.priors import (
 )
 from pyro_structvi.nn.random_module import (
     RandomModule,
+    check_any_in_pass,
     freeze,
     keep_priors_only,
-    refuse_outside,
     sample_every_site,
 )
 from pyro_structvi.nn.rank_one import FactorLayer, RankOne
@@ -102,14 +102,19 @@ def bayesianize(
         >>> type(guide.to_net()).__name__
         'Sequential'
     """
-    net = _without_compiler(net)
+    net = without_compiler(net)
     lazy = [name for name, value in net.named_parameters() if is_lazy(value)]
     if lazy:
         raise ValueError(
             f"`net` must have weights with shapes, but {lazy} wait for their first input. Call it once, "
             "`net(x)`, before `bayesianize(net)`."
         )
-    check_elements("net", net.named_parameters())
+    for name, value in net.named_parameters():
+        if not value.numel():
+            raise ValueError(
+                f"`net` must have elements in all its parameters, but '{name}' has the shape "
+                f"{shape_text(value.shape)}. Leave that layer out."
+            )
     check_patterns(prior, [_plain_name(name) for name, _ in net.named_parameters()])
     converted = _convert_layers(net, {} if layers is None else layers, prior)
     replaced = {  # with priors of the layers
@@ -299,12 +304,6 @@ def _plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _without_compiler(net: nn.Module) -> nn.Module:
-    """Return the module inside the result of ``torch.compile``."""
-    inside = compiled_module(net)
-    return net if inside is None else inside
-
-
 # ---- layers with factored weights ----------------------------------------------------------------
 
 
@@ -380,7 +379,7 @@ def _copy_with_sites(
         own = [value for value in vars(module).values() if isinstance(value, Tensor)]
         memo |= {id(value): value.detach() for value in own if not value.is_leaf}
     for module in [*net.modules()]:
-        inside = _without_compiler(module)
+        inside = without_compiler(module)
         if inside is not module and id(module) not in memo:
             memo[id(module)] = copy.deepcopy(inside, memo)
     bayes_net: Any = copy.deepcopy(net, memo)
@@ -397,7 +396,7 @@ def _copy_with_sites(
                     freeze(module, attribute)
             if declared_samples(module):
                 module.register_state_dict_post_hook(keep_priors_only)
-    refuse_outside(bayes_net)
+    bayes_net.register_forward_pre_hook(check_any_in_pass)
     sample_every_site(bayes_net)
     assert isinstance(bayes_net, PyroModule)
     return bayes_net

@@ -54,10 +54,8 @@ class Likelihood(RandomModule):
 
     Args:
         net: A module with sample sites.
-        num_data: Number of training examples; the log likelihood of a batch is multiplied by
-            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
-        output: From the return value of the net to a tensor. By default a tensor, or the ``logits`` of
-            an object.
+        num_data: As for :class:`Classifier`.
+        output: As for :class:`Classifier`.
         standardize: Training inputs ``(N, ...)``; the net has inputs less their means over N, divided by
             their standard deviations, which are buffers ``input_mean`` and ``input_scale``.
 
@@ -218,8 +216,7 @@ class Likelihood(RandomModule):
         except ValueError:  # the error of torch prints all parameters
             raise ValueError("The net's output for `x` must be finite, but holds a NaN.") from None
         size = likelihood.batch_shape[-1]
-        unseen = y is None or y.is_meta or inside_transform() or is_recording()
-        if y is not None and not unseen and validates(None):
+        if y is not None and _is_seen(y) and validates(None):
             check_support("y", y, likelihood.support)
         if y is not None and self.num_data is None:
             raise ValueError(
@@ -231,6 +228,11 @@ class Likelihood(RandomModule):
             pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})
 
 
+def _is_seen(tensor: Tensor) -> bool:
+    """Whether the values of data may steer Python here."""
+    return not (tensor.is_meta or inside_transform() or is_recording())
+
+
 class _Weighed(Messenger):
     """Multiplies the log likelihoods of the examples in a batch by weights."""
 
@@ -238,8 +240,7 @@ class _Weighed(Messenger):
         super().__init__()
         check_shape("weights", weights, [size], "(batch,)")
         check_same_kind("weights", weights, "net(x)", output)
-        is_unseen = weights.is_meta or inside_transform() or is_recording()
-        if not (is_unseen or bool(((weights >= 0) & weights.isfinite()).all())):
+        if _is_seen(weights) and not bool(((weights >= 0) & weights.isfinite()).all()):
             raise ValueError(
                 "`weights` must not be negative or infinite. Leave these examples out."
             )

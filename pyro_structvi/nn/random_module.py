@@ -184,12 +184,8 @@ def sample_every_site(module: nn.Module) -> None:
         module.register_forward_hook(_keep_values, always_call=True)
 
 
-def refuse_outside(module: nn.Module) -> None:
-    """Let a call of a module outside of passes raise an error if it has random parameters."""
-    module.register_forward_pre_hook(_check_in_pass)
-
-
-def _check_in_pass(module: nn.Module, args: Any) -> None:
+def check_any_in_pass(module: nn.Module, args: Any) -> None:
+    """Let a call of a module outside of passes raise an error if it has random parameters: a hook."""
     for part in module.modules():
         for attribute in declared_samples(part):
             check_in_pass(part, attribute)
@@ -222,7 +218,7 @@ def _keep_values(module: PyroModule, args: Any, outputs: Any) -> None:
             own.keep_for_backward(output)
 
 
-PASS_HOOKS = (_check_in_pass, _sample_declared, _keep_values)
+PASS_HOOKS = (check_any_in_pass, _sample_declared, _keep_values)
 
 
 class _PassEffects:

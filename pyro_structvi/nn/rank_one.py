@@ -68,6 +68,15 @@ def is_plain(layer: nn.Module) -> bool:
     return "weight" in names <= {"weight", "bias"} and not forward_hooks(layer)
 
 
+def geometry_of(layer: Any) -> dict[str, Any]:
+    """Return the arguments of a dense layer or a convolution, without groups and bias."""
+    names: tuple[str, ...] = ("in_features", "out_features")
+    if not isinstance(layer, nn.Linear):
+        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+        names += ("padding_mode",)
+    return {name: getattr(layer, name) for name in names}
+
+
 class RankOneLayer(FactorLayer):
     """Base of the rank-1 layers.
 
@@ -81,9 +90,14 @@ class RankOneLayer(FactorLayer):
     weight: Any
     input_scale: Any
     output_scale: Any
+    _torch_layer: ClassVar[type[nn.Module]]
 
-    def _adopt(self, layer: Any, prior_scale: float, start: Start) -> None:
-        """Copy the parameters of a layer, and put priors on the scales."""
+    @checked
+    def __init__(self, layer: Any, prior_scale: Positive = 0.1, start: Start = "ones") -> None:
+        check("layer", layer, self._torch_layer)
+        groups = {"groups": layer.groups} if hasattr(layer, "groups") else {}
+        options: dict[str, Any] = {**geometry_of(layer), **groups, "device": "meta"}
+        super().__init__(**options)
         self.bias = None
         for name, value in layer.named_parameters(recurse=False):
             copied = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
@@ -132,21 +146,10 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
         lifelong learning".
     """
 
-    @checked
-    def __init__(
-        self, layer: nn.Linear, prior_scale: Positive = 0.1, start: Start = "ones"
-    ) -> None:
-        super().__init__(layer.in_features, layer.out_features, device="meta")
-        self._adopt(layer, prior_scale, start)
+    _torch_layer = nn.Linear
 
     def _apply_weight(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
-
-
-def geometry_of(layer: Any) -> dict[str, Any]:
-    """Return the arguments of a convolution without groups and bias."""
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
-    return {name: getattr(layer, name) for name in (*names, "padding_mode")}
 
 
 class RankOneConv(RankOneLayer):
@@ -156,15 +159,7 @@ class RankOneConv(RankOneLayer):
     for each input channel.
     """
 
-    _torch_layer: ClassVar[type[nn.Module]]
     _conv_forward: Any
-
-    @checked
-    def __init__(self, layer: Any, prior_scale: Positive = 0.1, start: Start = "ones") -> None:
-        check("layer", layer, self._torch_layer)
-        options: dict[str, Any] = {**geometry_of(layer), "groups": layer.groups, "device": "meta"}
-        super().__init__(**options)
-        self._adopt(layer, prior_scale, start)
 
     def _apply_weight(self, x: Tensor) -> Tensor:
         outputs: Tensor = self._conv_forward(x, self.weight, None)
@@ -189,11 +184,9 @@ class RankOneConv3d(RankOneConv, nn.Conv3d, PyroModule):
     _torch_layer = nn.Conv3d
 
 
-_LAYERS: dict[type, type[RankOneLinear | RankOneConv]] = {
-    nn.Linear: RankOneLinear,
-    nn.Conv1d: RankOneConv1d,
-    nn.Conv2d: RankOneConv2d,
-    nn.Conv3d: RankOneConv3d,
+_LAYERS: dict[type, type[RankOneLayer]] = {
+    layer._torch_layer: layer
+    for layer in (RankOneLinear, RankOneConv1d, RankOneConv2d, RankOneConv3d)
 }
 
 

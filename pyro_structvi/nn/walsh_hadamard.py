@@ -245,7 +245,7 @@ class WalshHadamardConv3d(WalshHadamardConv):
     _torch_layer = nn.Conv3d
 
 
-_CONVOLUTIONS: dict[type, type[WalshHadamardConv]] = {
+_LAYERS: dict[type, Any] = {nn.Linear: WalshHadamardLinear} | {
     layer._torch_layer: layer
     for layer in (WalshHadamardConv1d, WalshHadamardConv2d, WalshHadamardConv3d)
 }
@@ -278,10 +278,9 @@ class WalshHadamard(CheckedFields):
 
     def fits(self, module: nn.Module) -> bool:
         """Whether there is a Walsh-Hadamard layer for the module."""
-        kind_fits = type(module) is nn.Linear or type(module) in _CONVOLUTIONS
         is_frozen = not all(parameter.requires_grad for parameter in module.parameters())
         one_group = getattr(module, "groups", 1) == 1
-        return kind_fits and one_group and not is_frozen and is_plain(module)
+        return type(module) in _LAYERS and one_group and not is_frozen and is_plain(module)
 
     def convert(self, module: Any, name: str, prior: Prior) -> WalshHadamardLayer:
         """Return the Walsh-Hadamard layer of a module; its initial weights have the same mean square."""
@@ -292,12 +291,9 @@ class WalshHadamard(CheckedFields):
             "device": module.weight.device,
             "dtype": module.weight.dtype,
         }
-        layer: WalshHadamardLayer
-        if type(module) is nn.Linear:
-            layer = WalshHadamardLinear(module.in_features, module.out_features, **options)
-        else:
+        if type(module) is not nn.Linear:
             options["filters_per_example"] = self.filters_per_example
-            layer = _CONVOLUTIONS[type(module)](**geometry_of(module), **options)
+        layer: WalshHadamardLayer = _LAYERS[type(module)](**geometry_of(module), **options)
         layer._start_like(module.weight.square().mean())
         if module.bias is not None:
             bias_prior = resolve_prior(prior, f"{prefix}bias", module.bias)

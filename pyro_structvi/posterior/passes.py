@@ -16,17 +16,16 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from pyro_structvi._checks import Program, check_tensors
 from pyro_structvi._nested import map_nested, nested_tensors
-from pyro_structvi._torch import take_apart
+from pyro_structvi._torch import own_tensors, take_apart
 from pyro_structvi.posterior.runs import (
     BatchStatistics,
     find_observation,
     is_unused,
     run_at_draw,
     sites_from_model,
-    tensors_in,
     warn_of_shared_statistics,
 )
-from pyro_structvi.sites.finding import separate_randomness
+from pyro_structvi.sites.finding import modules_of, separate_randomness
 from pyro_structvi.sites.site_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import SameMember
@@ -252,7 +251,8 @@ class Passes:
     def _run_first(self, draws: Draws) -> Values:
         """Run the first draw, and again if it has sites that must be sampled from the model."""
         own, inputs = _only(draws), self._batches[0][0]
-        self._in_turn = not are_plain([*own[0].values(), *inputs, *tensors_in(self._model)])
+        state = (tensor for part in modules_of(self._model) for tensor in own_tensors(part))
+        self._in_turn = not are_plain([*own[0].values(), *inputs, *state])
         with separate_randomness():  # this run samples observations, which later runs may leave out
             trace, node = self._trace(own, 0, counts=True)
         self._unused = self.observed if is_unused(trace, node) else None

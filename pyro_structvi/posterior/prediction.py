@@ -26,12 +26,7 @@ from pyro_structvi.posterior.passes import (
     count_draws,
 )
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
-from pyro_structvi.weights.torch_distributions import (
-    base_of,
-    in_single,
-    map_tensors,
-    tensors_of,
-)
+from pyro_structvi.weights.torch_distributions import base_of, in_single, map_tensors, tensors_of
 
 MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
 _QUANTILE_DRAWS = 2000  # observations, if torch has no inverse distribution function

@@ -22,7 +22,7 @@ from pyro_structvi._checks import (
     shape_text,
     warn_user,
 )
-from pyro_structvi._torch import inside_transform, own_tensors, take_apart
+from pyro_structvi._torch import inside_transform, take_apart
 from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
 from pyro_structvi.sites.finding import in_evaluation, modules_of
@@ -174,11 +174,6 @@ def checked_observations(y: Tensor, likelihood: Any, shape: Sequence[int]) -> Te
     elif isinstance(base_of(likelihood), Bernoulli):
         y = y.to(likelihood.mean)  # torch needs labels in the dtype of the probabilities
     return y
-
-
-def tensors_in(model: Any) -> list[Tensor]:
-    """Return the parameters and buffers of a model, which may be a function or under handlers."""
-    return [tensor for module in modules_of(model) for tensor in own_tensors(module)]
 
 
 @contextmanager

@@ -36,15 +36,6 @@ def initial_factor(
     return log_diagonal, like.new_zeros(*batch_shape, size * (size - 1) // 2)
 
 
-def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parameters of matrices ``(*batch, n, n)``, the inverse of :func:`cholesky_factor`."""
-    diagonal = scale_tril.diagonal(dim1=-2, dim2=-1)
-    size, device = diagonal.shape[-1], diagonal.device
-    rows, columns = torch.tril_indices(size, size, offset=-1, device=device)
-    multiples = scale_tril / diagonal.unsqueeze(-1)
-    return diagonal.log(), multiples[..., rows, columns]
-
-
 def unit_of_lower(lower: Tensor) -> float:
     """Return the unit of steps of the entries below a diagonal; see :func:`unit_of_row`."""
     return unit_of_row((1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2)
@@ -104,16 +95,17 @@ def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tenso
 
 
 def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
-    """Return the parameters of a factor, the inverse of :func:`factor_of_rows`; a vector is one row."""
+    """Return the parameters of a factor of a matrix, the inverse of :func:`factor_of_rows`.
+
+    Those of a vector or a single row are the arguments of :func:`cholesky_factor`.
+    """
     rows = len(like) if like.dim() > 1 else 1
-    if rows == 1:
-        log_diagonal, lower = factor_parameters(scale_tril)
-        return {"log_diagonal": log_diagonal, "lower": lower}
     diagonal = scale_tril.diagonal()
     multiples = (scale_tril / diagonal.unsqueeze(-1)).flatten()
     places = places_below(rows, len(diagonal) // rows, scale_tril.device)
     lower, across = (multiples[place] for place in places)
-    return {"log_diagonal": diagonal.log(), "lower": lower, "across": across}
+    further = {"lower": lower, "across": across} if rows > 1 else {"lower": lower[0]}
+    return {"log_diagonal": diagonal.log(), **further}
 
 
 def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:

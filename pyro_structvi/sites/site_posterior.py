@@ -433,10 +433,7 @@ def stack_draws(draws: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _sample_site(
-    site: LatentSite,
-    distribution: Any,
-    uses: Mapping[str, SiteUse],
-    plates: Mapping[str, Any],
+    site: LatentSite, distribution: Any, uses: Mapping[str, SiteUse], plates: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Sample a site in a guide; a weight and its bias at an auxiliary site of their joint distribution.
 

@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import Positive, Program, checked
 from pyro_structvi.nn.random_module import sample_every_site
-from pyro_structvi.sites.autoguide import (
-    OwningAutoGuide,
-    declare_parameters,
-    warn_of_local_latents,
-)
+from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters, warn_of_local_latents
 from pyro_structvi.sites.family import (
     CreatePlates,
     Family,

@@ -111,27 +111,15 @@ def assert_mean(samples: Tensor, expected: Tensor, false_alarm: float = 1e-6) ->
     expected = expected.detach().double().flatten()
     count = samples.shape[0]
     assert torch.isfinite(samples).all(), "a draw is not finite"
-    bound = two_sided_bound(false_alarm / expected.numel())
-    centred = samples - samples.mean(0)
-    deviation = samples.std(0)
+    tail = torch.tensor(false_alarm / expected.numel() / 2, dtype=torch.float64)
+    z = -float(torch.special.ndtri(tail))
+    centred, deviation = samples - samples.mean(0), samples.std(0)
     skewness = centred.pow(3).mean(0).abs() / deviation.clamp_min(1e-100).pow(3)
-    bounds = bound + (bound**3 + bound) / (4 * (count - 1))
-    bounds = bounds + skewness * (2 * bound**2 + 1) / (6 * count**0.5)
-    assert_below("mean", samples.mean(0) - expected, deviation / count**0.5, bounds)
-
-
-def two_sided_bound(probability: float) -> float:
-    """Return z with ``P(|N(0, 1)| > z) = probability``."""
-    return -float(torch.special.ndtri(torch.tensor(probability / 2, dtype=torch.float64)))
-
-
-def assert_below(name: str, error: Tensor, deviation: Tensor, bound: Tensor) -> None:
-    """Assert ``|error| <= bound * deviation`` everywhere, with room for rounding."""
-    excess = error.abs() - bound * deviation - 1e-6 * deviation.max() - 1e-12
+    bound = z + (z**3 + z) / (4 * (count - 1)) + skewness * (2 * z**2 + 1) / (6 * count**0.5)
+    error, deviation = samples.mean(0) - expected, deviation / count**0.5
+    excess = error.abs() - bound * deviation - 1e-6 * deviation.max() - 1e-12  # for rounding
     worst = int(excess.argmax())
-    assert excess.flatten()[worst] <= 0, (
-        f"the {name} is off: entry {worst} of the flattened {tuple(error.shape)} by "
-        f"{error.flatten()[worst]:.3g}, which is "
-        f"{(error / deviation).flatten()[worst]:.1f} standard deviations where "
-        f"{bound.flatten()[worst]:.1f} are allowed"
+    assert excess[worst] <= 0, (
+        f"the mean is off: entry {worst} of {len(error)} by {error[worst]:.3g}, which is "
+        f"{error[worst] / deviation[worst]:.1f} standard deviations where {bound[worst]:.1f} are allowed"
     )

@@ -47,82 +47,71 @@ class GuideVariant:
         return self.guide(model, **{**self.options, **options})
 
 
+Options = dict[str, Any]
 ENSEMBLE_U, FULL_U = {"inducing_posterior": "ensemble"}, {"inducing_posterior": "full"}
-SMALL, DEMO_U, LARGE = ({"inducing_shape": shape} for shape in ((3, 2), (16, 16), (64, 64)))
+MIXTURE: Options = {"make_guide": KTiedGuide, "size": 5}
+SMALL, DEMO_U, LARGE = (Options(inducing_shape=size) for size in ((3, 2), (16, 16), (64, 64)))
 JOINED, APART = {"join_bias": True}, {"join_bias": False}  # biases
-CONSTANT: dict[str, Any] = {"diagonal": "constant"}
+CONSTANT: Options = {"diagonal": "constant"}
+
+
+def _table(*rows: tuple[Any, ...]) -> list[GuideVariant]:
+    return [GuideVariant(*row) for row in rows]
+
 
 # Guides with a density over weights.
-GUIDES = [
-    GuideVariant("mean field, drawn", MeanFieldGuide, {"local_reparam": False}, DEMO + BENCHMARKS),
-    GuideVariant("mean field", MeanFieldGuide),
-    GuideVariant("mean field, flipout", MeanFieldGuide, {"local_reparam": "flipout"}, BENCHMARKS),
-    GuideVariant("k-tied", KTiedGuide, APART, TESTS),
-    GuideVariant("k-tied, joined", KTiedGuide, JOINED, TESTS),
-    GuideVariant("k-tied, k = 1", KTiedGuide, {"rank": 1, **APART}, DEMO + BENCHMARKS),
-    GuideVariant("k-tied, k = 2", KTiedGuide, {"rank": 2, **APART}, DEMO + BENCHMARKS),
-    GuideVariant("matrix normal", MatrixNormalGuide, APART, TESTS + BENCHMARKS),
-    GuideVariant("matrix normal, joined", MatrixNormalGuide, JOINED, TESTS + DEMO),
-    GuideVariant("eigenbasis", EigenbasisGuide),
-    GuideVariant(
-        "eigenbasis in blocks, not joined", EigenbasisGuide, {"block_size": 2, **APART}, TESTS
+GUIDES = _table(
+    ("mean field, drawn", MeanFieldGuide, {"local_reparam": False}, DEMO + BENCHMARKS),
+    ("mean field", MeanFieldGuide),
+    ("mean field, flipout", MeanFieldGuide, {"local_reparam": "flipout"}, BENCHMARKS),
+    ("k-tied", KTiedGuide, APART, TESTS),
+    ("k-tied, joined", KTiedGuide, JOINED, TESTS),
+    ("k-tied, k = 1", KTiedGuide, {"rank": 1} | APART, DEMO + BENCHMARKS),
+    ("k-tied, k = 2", KTiedGuide, {"rank": 2} | APART, DEMO + BENCHMARKS),
+    ("matrix normal", MatrixNormalGuide, APART, TESTS + BENCHMARKS),
+    ("matrix normal, joined", MatrixNormalGuide, JOINED, TESTS + DEMO),
+    ("eigenbasis", EigenbasisGuide),
+    ("eigenbasis in blocks, not joined", EigenbasisGuide, {"block_size": 2} | APART, TESTS),
+    ("mixture of 5, k-tied", MixtureGuide, MIXTURE, DEMO + BENCHMARKS),
+    ("rowwise", RowwiseGuide, APART, TESTS + BENCHMARKS),
+    ("rowwise, joined", RowwiseGuide, JOINED, TESTS + DEMO),
+    ("low rank", AutoLowRankLRT, {"rank": 2} | CONSTANT | APART, TESTS),
+    ("low rank and full diagonal, joined", AutoLowRankLRT, {"rank": 2} | JOINED, TESTS),
+    ("low rank, K = 1", AutoLowRankLRT, {"rank": 1} | CONSTANT | APART, BENCHMARKS),
+    ("low rank, K = 2", AutoLowRankLRT, {"rank": 2} | CONSTANT | APART, BENCHMARKS),
+    ("low rank, K = 5", AutoLowRankLRT, {"rank": 5} | CONSTANT | APART, BENCHMARKS),
+    ("low rank, K = 5, joined", AutoLowRankLRT, {"rank": 5} | CONSTANT | JOINED, DEMO),
+    ("low rank, full diagonal", AutoLowRankLRT, {"rank": 5, "diagonal": "full"} | JOINED, DEMO),
+    (
+        "inducing weights, ensemble",
+        InducingWeightGuide,
+        SMALL | ENSEMBLE_U | {"ensemble_size": 3},
+        TESTS,
     ),
-    GuideVariant(
-        *("mixture of 5, k-tied", MixtureGuide),
-        *({"make_guide": KTiedGuide, "size": 5}, DEMO + BENCHMARKS),
-    ),
-    GuideVariant("rowwise", RowwiseGuide, APART, TESTS + BENCHMARKS),
-    GuideVariant("rowwise, joined", RowwiseGuide, JOINED, TESTS + DEMO),
-    GuideVariant("low rank", AutoLowRankLRT, {"rank": 2, **CONSTANT, **APART}, TESTS),
-    GuideVariant(
-        "low rank and full diagonal, joined", AutoLowRankLRT, {"rank": 2, **JOINED}, TESTS
-    ),
-    GuideVariant("low rank, K = 1", AutoLowRankLRT, {"rank": 1, **CONSTANT, **APART}, BENCHMARKS),
-    GuideVariant("low rank, K = 2", AutoLowRankLRT, {"rank": 2, **CONSTANT, **APART}, BENCHMARKS),
-    GuideVariant("low rank, K = 5", AutoLowRankLRT, {"rank": 5, **CONSTANT, **APART}, BENCHMARKS),
-    GuideVariant(
-        "low rank, K = 5, joined", AutoLowRankLRT, {"rank": 5, **CONSTANT, **JOINED}, DEMO
-    ),
-    GuideVariant(
-        "low rank, full diagonal", AutoLowRankLRT, {"rank": 5, "diagonal": "full", **JOINED}, DEMO
-    ),
-    GuideVariant(
-        *("inducing weights, ensemble", InducingWeightGuide),
-        *({**SMALL, **ENSEMBLE_U, "ensemble_size": 3}, TESTS),
-    ),
-    GuideVariant(
-        "Ensemble-U", InducingWeightGuide, {**DEMO_U, **ENSEMBLE_U, "ensemble_size": 5}, DEMO
-    ),
-    GuideVariant("inducing weights", InducingWeightGuide, SMALL, TESTS),
-    GuideVariant("FFG-U", InducingWeightGuide, DEMO_U, DEMO),
-    GuideVariant("FFG-U, 64 x 64", InducingWeightGuide, LARGE, DEMO),
-    GuideVariant("inducing 64", InducingWeightGuide, LARGE, BENCHMARKS),
-    GuideVariant(
-        "inducing 64, drawn", InducingWeightGuide, {**LARGE, "local_reparam": False}, BENCHMARKS
-    ),
-    GuideVariant(
-        *("inducing weights, full, not joined", InducingWeightGuide),
-        *({**SMALL, **FULL_U, **APART}, TESTS),
-    ),
-    GuideVariant("FCG-U", InducingWeightGuide, {**DEMO_U, **FULL_U, **JOINED}, DEMO),
-    GuideVariant("full covariance", FullCovarianceGuide),
-]
+    ("Ensemble-U", InducingWeightGuide, DEMO_U | ENSEMBLE_U | {"ensemble_size": 5}, DEMO),
+    ("inducing weights", InducingWeightGuide, SMALL, TESTS),
+    ("FFG-U", InducingWeightGuide, DEMO_U, DEMO),
+    ("FFG-U, 64 x 64", InducingWeightGuide, LARGE, DEMO),
+    ("inducing 64", InducingWeightGuide, LARGE, BENCHMARKS),
+    ("inducing 64, drawn", InducingWeightGuide, LARGE | {"local_reparam": False}, BENCHMARKS),
+    ("inducing weights, full, not joined", InducingWeightGuide, SMALL | FULL_U | APART, TESTS),
+    ("FCG-U", InducingWeightGuide, DEMO_U | FULL_U | JOINED, DEMO),
+    ("full covariance", FullCovarianceGuide),
+)
 
 # Guides with dependent layers: a single weight has no distribution.
-LAYERED = [GuideVariant("global inducing", GlobalInducingGuide, {}, DEMO + BENCHMARKS)]
+LAYERED = _table(("global inducing", GlobalInducingGuide, {}, DEMO + BENCHMARKS))
 
 # Guides of points, without a density over weights.
-POINTS = [
-    GuideVariant("points", MAPGuide, {}, TESTS),
-    GuideVariant("MAP", MAPGuide, {}, DEMO + BENCHMARKS),
-    GuideVariant("Ensemble-W", EnsembleGuide, {"size": 5}, DEMO),
-    GuideVariant("ensemble of 5", EnsembleGuide, {"size": 5}, BENCHMARKS),
-    GuideVariant(
-        "ensemble of 5, in turn", EnsembleGuide, {"size": 5, "vectorize": False}, BENCHMARKS
-    ),
-    GuideVariant("dropout", MCDropoutGuide, {"rate": 0.2}, TESTS),
-    GuideVariant("MC dropout", MCDropoutGuide, {}, BENCHMARKS),
-]
+POINTS = _table(
+    ("points", MAPGuide, {}, TESTS),
+    ("MAP", MAPGuide, {}, DEMO + BENCHMARKS),
+    ("Ensemble-W", EnsembleGuide, {"size": 5}, DEMO),
+    ("ensemble of 5", EnsembleGuide, {"size": 5}, BENCHMARKS),
+    ("ensemble of 5, in turn", EnsembleGuide, {"size": 5, "vectorize": False}, BENCHMARKS),
+    ("dropout", MCDropoutGuide, {"rate": 0.2}, TESTS),
+    ("MC dropout", MCDropoutGuide, {}, BENCHMARKS),
+)
 
 
 def guides_for(place: Place, among: list[GuideVariant] = GUIDES) -> dict[str, GuideVariant]:

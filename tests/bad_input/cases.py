@@ -14,6 +14,7 @@ import torch
 from pyro_structvi import reference
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.maps import Arrangement
+from pyro_structvi.nn.rank_one import FactorLayer
 from pyro_structvi.reference import sampling
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 from tests.bad_input.public import public_callables
@@ -25,7 +26,8 @@ from tests.bad_input.valid import (
     OF_MODELS,
     OPTIONS,
     SIZE,
-    axes,
+    USUAL,
+    USUAL_GUIDES,
     inputs,
     passes,
     positive,
@@ -36,32 +38,23 @@ from tests.distributions.cases import CASES
 
 VALID = OF_MODELS | OF_GUIDES | OF_FITS | OF_FIGURES | OF_DISTRIBUTIONS
 
-# Of arguments by these names.
-USUAL: dict[str, Callable[[], Any]] = {
-    "validate_args": lambda: True,
-    "event_dim": lambda: 2,
-    "device": lambda: "cpu",
-    "dtype": lambda: torch.float64,
-    "progress": lambda: False,
-    "ax": axes,
-}
-
 OF_STRUCTURES = {type(case.make((), (4, 3), torch.float64)): case.make for case in CASES}
 
 # ---- methods -------------------------------------------------------------------------------------
 
 # Of methods of guides and of distributions: their arguments, for what owns them.
 OF_METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    **{
-        method: lambda guide: {"x": inputs(), "y": targets()}
-        for method in ("initialize", "report", "forward")
-    },
+    **dict.fromkeys(("initialize", "report"), lambda guide: {"x": inputs(), "y": targets()}),
+    "forward": lambda own: (
+        {"x": torch.randn(5, own.channels, *[4] * (-1 - own.channel_dim))}
+        if isinstance(own, FactorLayer)
+        else {"x": inputs(), "y": targets()}
+    ),
+    "weight": lambda layer: {"coefficients": torch.randn(layer.row_scale.shape)},
+    "__call__": lambda schedule: {"step": 3},
     "draw": lambda guide: {"local": False, "number": 0},
     "quantiles": lambda guide: {"quantiles": [0.1, 0.5]},
-    **{
-        method: lambda guide: {"draw": make("MeanFieldGuide").draw()}
-        for method in ("to_net", "sampled")
-    },
+    **dict.fromkeys(("to_net", "sampled"), lambda guide: {"draw": make("MeanFieldGuide").draw()}),
     "sample_functions": lambda guide: {"num_samples": 2},
     "load_state_dict": lambda guide: {
         "state_dict": guide.state_dict(),
@@ -69,8 +62,7 @@ OF_METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "assign": False,
     },
     "log_prob": lambda q: {"value": q.rsample() if q.has_rsample else q.sample()},
-    "rsample": lambda q: {"sample_shape": (2,)},
-    "sample": lambda q: {"sample_shape": (2,)},
+    **dict.fromkeys(("rsample", "sample"), lambda q: {"sample_shape": (2,)}),
     "expand": lambda q: {"batch_shape": torch.Size([2])},
     "image": lambda q: {"x": torch.randn(5, q.event_shape[1:].numel())},
     "rows": lambda q: {"index": torch.tensor([[0, 1], [2, 3]])},
@@ -85,50 +77,29 @@ OF_METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def weights():
-    return {"weights": torch.ones(SIZE)}
+def examples(y):
+    return {"x": inputs(), "y": y, "weights": torch.ones(SIZE)}
 
 
 OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "JoinedPrior.log_prob": lambda: {"value": torch.randn(4, 4)},
-    "Classifier.forward": lambda: {
-        "x": inputs(),
-        "y": torch.tensor([0, 1, 0, 1, 0, 1]),
-        **weights(),
-    },
+    "Classifier.forward": lambda: examples(torch.tensor([0, 1, 0, 1, 0, 1])),
     "TokenClassifier.forward": lambda: {
+        **examples(torch.randint(2, (SIZE, 4))),
         "x": torch.randn(SIZE, 4, 3),
-        "y": torch.randint(2, (SIZE, 4)),
-        **weights(),
     },
     "LastLayer.forward": lambda: {"x": inputs()},
     "NetMoments.forward": lambda: {"x": inputs()},
-    "Regressor.forward": lambda: {"x": inputs(), "y": targets(), **weights()},
-    "BinaryClassifier.forward": lambda: {"x": inputs(), "y": torch.ones(SIZE, 1), **weights()},
-    "PoissonRegressor.forward": lambda: {"x": inputs(), "y": torch.ones(SIZE, 1), **weights()},
+    "Regressor.forward": lambda: examples(targets()),
+    "BinaryClassifier.forward": lambda: examples(torch.ones(SIZE, 1)),
+    "PoissonRegressor.forward": lambda: examples(torch.ones(SIZE, 1)),
     "FanIn.standard_deviation": lambda: {"parameter": torch.randn(4, 3), "fan_in": None},
-    "LinearAnnealing.__call__": lambda: {"step": 3},
-    "CosineDecay.__call__": lambda: {"step": 3},
     "StructuredAdam.step": lambda: {"closure": lambda: None},
     "CompiledSVI.step": lambda: {"x": inputs(), "y": targets()},
     "CompiledSVI.evaluate_loss": lambda: {"x": inputs(), "y": targets()},
     **{
         f"StructuredELBO.{name}": passes
         for name in ("differentiable_loss", "loss", "loss_and_grads", "terms")
-    },
-    "RankOneLinear.forward": lambda: {"x": torch.randn(5, 3)},
-    "WalshHadamardLinear.forward": lambda: {"x": torch.randn(5, 3)},
-    "WalshHadamardLinear.weight": lambda: {"coefficients": torch.randn(1, 4)},
-    **{
-        f"{kind}Conv{dim}d.forward": lambda dim=dim: {"x": torch.randn(5, 2, *[4] * dim)}
-        for kind in ("RankOne", "WalshHadamard")
-        for dim in (1, 2, 3)
-    },
-    **{
-        f"WalshHadamardConv{dim}d.weight": lambda dim=dim: {
-            "coefficients": torch.randn(1, 2 ** (dim + 1))
-        }
-        for dim in (1, 2, 3)
     },
 }
 
@@ -170,9 +141,12 @@ def valid(name):
     defaults = {key: each.default for key, each in own.items() if each.default is not each.empty}
     given = {key: value for key, value in defaults.items() if value is not None}
     given |= {key: make() for key, make in USUAL.items() if key in own}
+    if own.keys() & {"model", "guide"}:
+        model = regressor()
+        given |= {key: make(model) for key, make in USUAL_GUIDES.items() if key in own}
+        given |= {"model": model} if "model" in own else {}
     if isinstance(function, type) and issubclass(function, StructuredGuide):
-        takes_options = own.keys() & {"options", "create_plates"}
-        given |= {"model": regressor(), **(OPTIONS if takes_options else {})}
+        given |= OPTIONS if own.keys() & {"options", "create_plates"} else {}
     if name in VALID:
         given |= VALID[name]()
     elif function in OF_STRUCTURES:

@@ -32,6 +32,7 @@ def regressor():
 
 def normalized_regressor():
     parts = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    parts[1].weight.data = torch.tensor([[1.0, -1.0, 1.0]])  # infinite inputs have no sum
     return ps.Regressor(ps.bayesianize(parts, prior=1.0, normalization=False), SIZE, 0.3)
 
 
@@ -47,9 +48,14 @@ def targets():
     return torch.randn(SIZE, 1)
 
 
-def model_and_guide(guide=ps.MeanFieldGuide):
-    model = regressor()
-    return {"model": model, "guide": guide(model)}
+def model_and(name="guide", guide=ps.MeanFieldGuide, make=regressor):
+    """Return a model, and under a name a guide of it."""
+    model = make()
+    return {"model": model, name: guide(model)}
+
+
+def mixture(model):
+    return ps.MixtureGuide(model, ps.MeanFieldGuide, 2)
 
 
 def positive(*shape):
@@ -76,8 +82,45 @@ def axes():
     return Figure().subplots()
 
 
-def passes():
-    return {**model_and_guide(), "x": inputs(), "y": targets()}
+def passes(guide=ps.MeanFieldGuide):
+    return {**model_and("guide", guide), "x": inputs(), "y": targets()}
+
+
+def data():
+    return inputs(), targets()
+
+
+# Of arguments by these names.
+USUAL: dict[str, Callable[[], Any]] = {
+    "validate_args": lambda: True,
+    "event_dim": lambda: 2,
+    "device": lambda: "cpu",
+    "dtype": lambda: torch.float64,
+    "progress": lambda: False,
+    "ax": axes,
+    # data and options of passes
+    "x": inputs,
+    "y": targets,
+    "data": data,
+    "standardize": inputs,
+    "batch_statistics": inputs,
+    "batch_size": lambda: 3,
+    "num_samples": lambda: 2,
+    "num_warmup": lambda: 2,
+    "site": lambda: "obs",
+    "max_memory": lambda: 1.0,
+    "covariance": lambda: "full",
+    "linearize": lambda: True,
+    "differentiable": lambda: True,
+    # of weights (4, 3)
+    "loc": lambda: torch.randn(4, 3),
+    "scale": lambda: positive(4, 3),
+    "max_scale": lambda: 0.5,
+    "max_conditional_scale": lambda: 0.5,
+    "max_inducing_scale": lambda: 0.5,
+}
+# Of arguments by these names, for the model that is given, if any.
+USUAL_GUIDES = {"guide": ps.MeanFieldGuide, "posterior": ps.MeanFieldGuide, "center": ps.MAPGuide}
 
 
 def of_likelihood(size, **options):
@@ -90,15 +133,13 @@ def of_likelihood(size, **options):
 
 
 OF_MODELS: dict[str, Callable[[], dict[str, Any]]] = {
-    "Classifier": lambda: of_likelihood(2, class_weights=torch.ones(2), standardize=inputs()),
+    "Classifier": lambda: of_likelihood(2, class_weights=torch.ones(2)),
     "TokenClassifier": lambda: of_likelihood(2),
-    "Regressor": lambda: of_likelihood(
-        1, noise_scale=0.3, noise=None, df=3.0, standardize=(inputs(), targets())
-    ),
-    "BinaryClassifier": lambda: of_likelihood(1, standardize=inputs()),
-    "PoissonRegressor": lambda: of_likelihood(1, standardize=inputs()),
+    "Regressor": lambda: of_likelihood(1, noise_scale=0.3, noise=None, df=3.0, standardize=data()),
+    "BinaryClassifier": lambda: of_likelihood(1),
+    "PoissonRegressor": lambda: of_likelihood(1),
     "LastLayer": lambda: {"features": nn.Linear(3, 4), "head": nn.Linear(4, 2)},
-    "FanIn": lambda: {"fan_in": None},
+    "FanIn": lambda: {"scale": 1.0, "fan_in": None},
     "HierarchicalScale": lambda: {"prior": dist.HalfNormal(1.0)},
     "bayesianize": lambda: {"net": net(), "normalization": False, "layers": {"0": ps.RankOne()}},
     "RankOneLinear": lambda: {"layer": nn.Linear(3, 2)},
@@ -124,38 +165,22 @@ OF_GUIDES: dict[str, Callable[[], dict[str, Any]]] = {
         "init_loc_fn": None,
         "local_reparam": False,
     },
-    "InducingWeightGuide": lambda: {
-        "inducing_shape": (2, 2),
-        "ensemble_size": None,
-        "max_conditional_scale": 0.5,
-        "max_inducing_scale": 0.5,
-    },
-    "MixtureGuide": lambda: {
-        "model": regressor(),
-        "make_guide": ps.MeanFieldGuide,
-        "size": 2,
-        "vectorize": True,
-        "starts": None,
-    },
+    "InducingWeightGuide": lambda: {"inducing_shape": (2, 2), "ensemble_size": None},
+    "MixtureGuide": lambda: {"make_guide": ps.MeanFieldGuide, "size": 2, "starts": None},
     "StructuredGuide": lambda: {"families": {"*": f.MeanField()}},
     "SubnetworkGuide": lambda: {
-        "model": (model := regressor()),
         "chosen": {"net.0.weight": torch.eye(4, 3, dtype=torch.bool)},
-        "center": ps.MAPGuide(model),
         "posterior": f.FullCovariance(),
         "init_loc_fn": None,
     },
-    "estimate_memory": lambda: {"make_guide": ps.KTiedGuide, "model": regressor(), "rank": 2},
+    "estimate_memory": lambda: {"make_guide": ps.KTiedGuide, "rank": 2},
     "Dropout": lambda: {"input_dim": 1},
     "InducingWeights": lambda: {
         "shape": (2, 2),
         "posterior": f.MatrixNormalFamily(),
-        "max_conditional_scale": 0.5,
         "prior_scale": 1.0,
     },
     "LowRank": lambda: {"diagonal": "constant", "diagonal_variance": 0.1, "alpha": 1.0},
-    "MeanField": lambda: {"max_scale": 0.5},
-    "PrunedMeanField": lambda: {"max_scale": 0.5},
     "Subnetwork": lambda: {
         "chosen": {"w": torch.eye(4, 3, dtype=torch.bool)},
         "posterior": f.FullCovariance(),
@@ -164,59 +189,40 @@ OF_GUIDES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def initialized_parts():
-    parts = model_and_guide()
+    parts = model_and()
     parts["guide"].initialize(inputs(), targets())
     return parts
 
 
 def saved_parts():
-    parts = model_and_guide()
+    parts = model_and()
     path = Path(tempfile.mkdtemp(dir=FILES.name)) / "posterior.safetensors"
     ps.save(path, **parts)
     return {"path": path, **parts}
 
 
 OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
-    "weigh_by_bound": lambda: {
-        **model_and_guide(lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, 2)),
-        "x": inputs(),
-        "y": targets(),
-        "num_particles": 2,
-    },
-    "weigh_by_stacking": lambda: {
-        **model_and_guide(lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, 2)),
-        "x": inputs(),
-        "y": targets(),
-        "num_samples": 2,
-    },
+    "weigh_by_bound": lambda: {**passes(mixture), "num_particles": 2},
+    "weigh_by_stacking": lambda: passes(mixture),
     "LinearAnnealing": lambda: {"num_steps": 10},
     "CosineDecay": lambda: {"num_steps": 10},
     "CompiledSVI": lambda: {
-        **model_and_guide(),
         "optim": pyro.optim.Adam({"lr": 0.01}),
         "loss": ps.StructuredELBO(),
         "backend": None,
     },
     "fit": lambda: {
-        **model_and_guide(),
-        "data": (inputs(), targets()),
         "num_epochs": None,
         "num_steps": 2,
-        "batch_size": 3,
         "lr": 0.01,
         "optimizer": torch.optim.SGD,
         "elbo": ps.StructuredELBO(),
         "kl_weight": 1.0,
         "checkpoint": ps.Checkpoint(Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt"),
-        "validation": ps.Validation((inputs(), targets())),
+        "validation": ps.Validation(data()),
     },
     "Checkpoint": lambda: {"path": "run.pt", "every": 5, "resume": True},
-    "Validation": lambda: {
-        "data": (inputs(), targets()),
-        "metric": lambda prediction, y: 0.0,
-        "every": 2,
-        "patience": 5,
-    },
+    "Validation": lambda: {"metric": lambda prediction, y: 0.0, "every": 2, "patience": 5},
     "StructuredAdam": lambda: {
         "guide": (guide := ps.MeanFieldGuide(regressor())),
         "parameters": [*guide.parameters()],
@@ -224,83 +230,26 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
     # using the posterior
     "save": saved_parts,
     "load": saved_parts,
-    "NetMoments": lambda: {
-        "model": (model := regressor()),
-        "guide": ps.MeanFieldGuide(model),
-        "covariance": "full",
-        "linearize": True,
-    },
     "predict": lambda: {
-        "model": (model := normalized_regressor()),
-        "posterior": ps.MeanFieldGuide(model),
+        **model_and("posterior", make=normalized_regressor),
         "x": inputs(),
-        "num_samples": 2,
-        "y": targets(),
-        "batch_size": 3,
-        "site": "obs",
-        "max_memory": 1.0,
-        "batch_statistics": inputs(),
-        "differentiable": True,
     },
-    "predict_moments": lambda: {
-        "model": (model := regressor()),
-        "guide": ps.MeanFieldGuide(model),
-        "x": inputs(),
-        "y": targets(),
-        "batch_size": 3,
-        "covariance": "full",
-        "linearize": True,
-        "differentiable": True,
-    },
+    "predict_moments": lambda: {"x": inputs()},
     "to_inference_data": lambda: {
-        "model": (model := normalized_regressor()),
-        "posterior": ps.MeanFieldGuide(model),
-        "x": inputs(),
-        "y": targets(),
-        "num_samples": 2,
+        **model_and("posterior", make=normalized_regressor),
         "sites": ["net.*"],
         "functions": {"norm": lambda draw: draw["net.1.weight"].norm()},
         "outputs": True,
-        "site": "obs",
-        "max_memory": 1.0,
-        "batch_statistics": inputs(),
     },
     "prune_inducing_factors": lambda: {
         "guide": ps.InducingWeightGuide(regressor(), (2, 2)),
         "amount": 0.5,
     },
-    "prune_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "amount": 0.5},
-    "marginal_variances": lambda: {"guide": ps.MeanFieldGuide(regressor())},
-    "laplace_variances": lambda: {
-        "model": (model := regressor()),
-        "center": ps.MAPGuide(model),
-        "x": inputs(),
-        "site": "obs",
-    },
+    "prune_mean_field": lambda: {"amount": 0.5},
     "largest": lambda: {"variances": {"w": positive(4, 3)}, "size": 2},
-    "k_tied_from_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
-    "full_covariance_from": lambda: {"guide": ps.MeanFieldGuide(regressor()), "max_memory": 1.0},
-    "tie_scales": lambda: {"scale": positive(4, 3), "rank": 2, "steps": 5},
-    "to_numpyro": lambda: {"model": regressor()},
-    "mclmc": lambda: {
-        **initialized_parts(),
-        "data": (inputs(), targets()),
-        "num_warmup": 2,
-        "num_draws": 4,
-        "num_chains": 2,
-        "thinning": 1,
-        "energy_variance": 1e-3,
-        "initial_energy_variance": 1e-2,
-    },
-    "nuts": lambda: {
-        "model": regressor(),
-        "x": inputs(),
-        "y": targets(),
-        "num_warmup": 2,
-        "num_samples": 4,
-        "num_chains": 1,
-        "max_tree_depth": 2,
-    },
+    "tie_scales": lambda: {"rank": 2, "steps": 5},
+    "mclmc": lambda: {**initialized_parts(), "num_draws": 4, "num_chains": 2, "thinning": 1},
+    "nuts": lambda: {"num_samples": 4, "num_chains": 1},
 }
 
 
@@ -334,12 +283,11 @@ OF_FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
     "risk_coverage": lambda: {"uncertainty": torch.randn(SIZE), "loss": torch.rand(SIZE)},
     "detection_scores": lambda: {"inside": torch.randn(SIZE), "outside": torch.randn(4)},
     # diagnostics
-    "gradient_snr": lambda: {**passes(), "num_samples": 2, "objective": ps.StructuredELBO()},
+    "gradient_snr": lambda: {**passes(), "objective": ps.StructuredELBO()},
     "spectra": lambda: {"guide": ps.KTiedGuide(regressor(), rank=2)},
     "pareto_k": lambda: {**passes(), "num_samples": 100},
     "expected_coverage": lambda: {
         "prediction": normal_prediction(torch.zeros(SIZE, 1), 1.0),
-        "y": targets(),
         "levels": [0.5, 0.9],
     },
     "plot_band": lambda: {
@@ -358,11 +306,8 @@ OF_FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
         "label": "mean field",
         "num_examples": 50,
     },
-    "plot_elbo": lambda: {
-        "history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0]),
-    },
+    "plot_elbo": lambda: {"history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0])},
     "plot_importance": lambda: {"log_weights": torch.randn(SIZE)},
-    "plot_scale_matrix": lambda: {"scale": positive(4, 3)},
 }
 
 
@@ -377,7 +322,7 @@ OF_DISTRIBUTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "event_shape": (4, 3),
     },
     "Auxiliary": lambda: {"posterior": dist.Normal(0.0, 1.0), "prior": dist.Normal(0.0, 1.0)},
-    "BernoulliDropout": lambda: {"loc": torch.randn(4, 3), "rate": 0.2},
+    "BernoulliDropout": lambda: {"rate": 0.2},
     "ConditionalNormal": lambda: {
         "joint": joint(),
         "whitened": torch.randn(3, 2),
@@ -398,24 +343,14 @@ OF_DISTRIBUTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "weight": dist.Normal(torch.zeros(4, 3), 1.0).to_event(2),
         "bias": dist.Normal(torch.zeros(4), 1.0).to_event(1),
     },
-    "LogScaleNormal": lambda: {"loc": torch.randn(4, 3), "log_scale": torch.randn(4, 3)},
-    "LowRankNormal": lambda: {
-        "loc": torch.randn(4, 3),
-        "factors": torch.randn(2, 4, 3),
-        "scale": positive(4, 3),
-        "alpha": 0.5,
-    },
-    "MeanFieldNormal": lambda: {"loc": torch.randn(4, 3), "scale": positive(4, 3)},
+    "LogScaleNormal": lambda: {"log_scale": torch.randn(4, 3)},
+    "LowRankNormal": lambda: {"factors": torch.randn(2, 4, 3), "alpha": 0.5},
     "PointMass": lambda: {
         "value": torch.randn(4, 3),
         "mean": torch.randn(4, 3),
         "variance": positive(4, 3),
     },
     "PointMixture": lambda: {"members": torch.randn(5, 4, 3)},
-    "PrunedNormal": lambda: {
-        "loc": torch.randn(4, 3),
-        "scale": positive(4, 3),
-        "kept": torch.rand(4, 3) > 0.5,
-    },
+    "PrunedNormal": lambda: {"kept": torch.rand(4, 3) > 0.5},
     "ScaleMixtureNormal": lambda: {"scales": positive(2), "probs": positive(2)},
 }

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
-from pyro_structvi.sites.parameterization import factor_parameters
+from pyro_structvi.sites.parameterization import parameters_of_rows
 
 SITE, NOISE = "net.weight", 0.5
 
@@ -29,9 +29,8 @@ def exact(x, y):
 def full_guide(model, mean, covariance):
     guide = ps.FullCovarianceGuide(model)
     posterior = guide[SITE]
-    log_diagonal, lower = factor_parameters(torch.linalg.cholesky(covariance))
+    factor = torch.linalg.cholesky(covariance)
     with torch.no_grad():
-        posterior.loc.copy_(mean)
-        posterior.log_diagonal.copy_(log_diagonal)
-        posterior.lower.copy_(lower)
+        for name, value in {"loc": mean, **parameters_of_rows(factor, mean)}.items():
+            posterior.value(name).copy_(value)
     return guide

@@ -47,7 +47,7 @@ def make(result="object", **options):
     ],
 )
 def test_inputs_are_keywords_and_outputs_are_found(x, result, options):
-    """A mask of ones changes no variance, and the sampled labels are the same."""
+    """A mask of ones changes no Laplace variance, and the sampled labels are the same."""
     model, guide = make(result, **options)
     history = ps.fit(model, guide, (x, Y), num_epochs=2, batch_size=4, progress=False)
     assert (model.num_data, len(history.elbo)) == (6, 4)
@@ -61,20 +61,6 @@ def test_inputs_are_keywords_and_outputs_are_found(x, result, options):
         torch.manual_seed(0)
         found.append(ps.element_scores.laplace_variances(model, points, inputs, batch_size=4))
     torch.testing.assert_close(*found)
-
-
-def test_laplace_variances_take_a_mapping():
-    """A mask of ones changes no variance, and the sampled labels are the same."""
-    found = []
-    for x in (X, UserDict(X), X["ids"]):
-        torch.manual_seed(0)
-        model, _ = make(num_data=6)
-        guide = ps.MAPGuide(model)
-        guide.initialize(x, Y)
-        torch.manual_seed(0)
-        found.append(ps.element_scores.laplace_variances(model, guide, x, batch_size=4))
-    torch.testing.assert_close(found[0], found[2])
-    torch.testing.assert_close(found[1], found[2])
 
 
 def test_what_is_no_tensor_is_named():

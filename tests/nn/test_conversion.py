@@ -79,22 +79,6 @@ def test_priors_in_several_forms(prior, weight, bias):
     torch.testing.assert_close(sites["bias"].stddev, torch.full((2,), bias))
 
 
-STUDENT = torch.distributions.Independent(torch.distributions.StudentT(torch.full((3,), 3.0)), 1)
-
-
-@pytest.mark.parametrize(
-    "prior", [1.0, torch.distributions.Laplace(0.0, 1.0), {"weight": STUDENT, "*": 1.0}]
-)
-def test_priors_move_and_convert_with_the_net(prior):
-    bayes_net = ps.bayesianize(nn.Linear(3, 2), prior=prior)
-    for dtype in (torch.float32, torch.float64):
-        bayes_net = bayes_net.to(dtype)
-        assert sites_of(bayes_net)["weight"].sample().dtype == dtype
-        assert poutine.block(bayes_net)(torch.zeros(1, 3, dtype=dtype)).dtype == dtype
-    if not isinstance(prior, dict):  # torch checks arguments of a Student t
-        assert sites_of(bayes_net.to("meta"))["weight"].mean.device.type == "meta"
-
-
 # ---- tied and shared weights ---------------------------------------------------------------------
 
 

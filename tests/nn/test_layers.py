@@ -11,13 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import pyro_structvi as ps
-from pyro_structvi.nn import (
-    RankOneConv1d,
-    RankOneConv2d,
-    RankOneConv3d,
-    RankOneLinear,
-    WalshHadamardConv2d,
-)
+from pyro_structvi.nn import RankOneConv2d, RankOneLinear, WalshHadamardConv2d
 from tests.lazy_weights import run_lazily
 from tests.nn.test_conversion import SharedNet, TiedNet, sites_of
 
@@ -201,16 +195,10 @@ LAYERS = [
     (lambda: nn.Conv2d(4, 3, (2, 3), padding="same", padding_mode="circular"), (4, 3, 3)),
     (lambda: nn.Conv3d(4, 3, 2, dilation=(1, 2, 1), bias=False), (4, 2, 3, 2)),
 ]
-RANK_ONE = {
-    nn.Linear: RankOneLinear,
-    nn.Conv1d: RankOneConv1d,
-    nn.Conv2d: RankOneConv2d,
-    nn.Conv3d: RankOneConv3d,
-}
 
 
 def rank_one(layer, **options):
-    return RANK_ONE[type(layer)](layer, **options)
+    return getattr(ps.nn, f"RankOne{type(layer).__name__}")(layer, **options)
 
 
 def with_scales(layer, input_scale, output_scale):
@@ -261,20 +249,15 @@ def test_one_draw_serves_the_batch_elsewhere():
     assert not torch.isclose(lazy[:-1], lazy[1:]).any()
 
 
-def make_regressor():
-    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
-    layers = [part if i == 1 else RankOneLinear(part) for i, part in enumerate(net)]
-    return ps.Regressor(ps.bayesianize(nn.Sequential(*layers)), num_data=12, noise_scale=0.3)
-
-
 def test_copies_and_state_dicts():
-    source, target, x = make_regressor(), make_regressor(), torch.randn(4, 3)
+    make = lambda: ps.bayesianize(nn.Linear(3, 6), layers={"": ps.RankOne()})  # noqa: E731
+    source, target, x = make(), make(), torch.randn(4, 3)
     values = ps.MeanFieldGuide(source).draw()
-    expected = poutine.condition(source.net, values)(x)
+    expected = poutine.condition(source, values)(x)
     target.load_state_dict(source.state_dict())
     for same in (target, pickle.loads(pickle.dumps(source))):
-        assert isinstance(same.net[0], RankOneLinear)
-        torch.testing.assert_close(poutine.condition(same.net, values)(x), expected)
+        assert isinstance(same, RankOneLinear)
+        torch.testing.assert_close(poutine.condition(same, values)(x), expected)
 
 
 def test_other_layers_and_inputs_are_refused():

@@ -36,6 +36,8 @@ COUNTS, LABELS = torch.randint(9, (6, 2)), torch.randint(2, (6, 2))
 CLASSES, TARGETS = torch.randint(4, (6,)), torch.randn(6, 2, dtype=torch.float64)
 ONE_LABEL = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
 GIVEN = torch.tensor([0.1, 0.2], dtype=torch.float64)
+TAGS, TOKENS = nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 4)), torch.randint(4, (6, 3))
+TOKENS[:, -1] = -100
 DENSITIES = {  # the log densities of observations, by the net's outputs and the scale of noise
     "classes": (ps.Classifier, nn.Linear(3, 4), {}, CLASSES, lambda f, y, _: -ce(f, y)),
     "given": (ps.Regressor, nn.Linear(3, 2), {"noise_scale": GIVEN}, TARGETS, normal),
@@ -56,15 +58,20 @@ DENSITIES = {  # the log densities of observations, by the net's outputs and the
         *(ps.PoissonRegressor, nn.Linear(3, 2), {}, COUNTS),
         lambda f, y, _: torch.tensor(scipy.stats.poisson(f.exp()).logpmf(y)),
     ),
+    "tokens": (ps.TokenClassifier, TAGS, {}, TOKENS, lambda f, y, _: -ce(f.mT, y)),
+    "shifted": (
+        *(ps.TokenClassifier, TAGS, {"shift": True, "ignore_index": 0}, TOKENS.clamp_min(0)),
+        lambda f, y, _: -ce(f[:, :-1].mT, y[:, 1:], ignore_index=0),
+    ),
 }
 
 
-def ce(outputs, y):
-    return nn.functional.cross_entropy(outputs, y, reduction="none")
+def ce(outputs, y, **options):
+    return F.cross_entropy(outputs, y, reduction="none", **options)
 
 
 def bce(outputs, y):
-    return nn.functional.binary_cross_entropy_with_logits(outputs, y.double(), reduction="none")
+    return F.binary_cross_entropy_with_logits(outputs, y.double(), reduction="none")
 
 
 @pytest.mark.parametrize("name", DENSITIES)
@@ -77,7 +84,8 @@ def test_the_log_likelihood_is_scaled_to_all_data(name):
     expected = 10 * density(outputs, y, scale).sum()
     torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
     returned = poutine.condition(model, values)(x)
-    torch.testing.assert_close(returned, outputs[:, :2] if name == "heteroscedastic" else outputs)
+    parts = {"heteroscedastic": (..., slice(2)), "shifted": (slice(None), slice(-1))}
+    torch.testing.assert_close(returned, outputs[parts.get(name, ...)])
     if name == "gamma":
         single = draw(model.float(), torch.zeros(1, 3, dtype=torch.float32))
         assert single["noise_scale"].dtype == torch.float32, "its prior moves with the model"
@@ -124,8 +132,8 @@ def test_class_weights_are_those_of_torch():
     model = ps.Classifier(ps.bayesianize(nn.Linear(3, 3)), 60, class_weights=weights)
     guide = ps.MeanFieldGuide(model, init_scale=1e-9)
     guide.initialize(x, y)
-    logits = nn.functional.linear(x, *guide.median().values())
-    loss = nn.functional.cross_entropy(logits, y, weights, reduction="sum")
+    logits = F.linear(x, *guide.median().values())
+    loss = F.cross_entropy(logits, y, weights, reduction="sum")
     for estimator in ("draws", "moments"):
         terms = ps.StructuredELBO(estimator=estimator).terms(model, guide, x, y)
         torch.testing.assert_close(terms.log_likelihood["obs"], -10 * loss, rtol=1e-6, atol=0)
@@ -148,6 +156,8 @@ RIGHT_WEIGHTS, WRONG_WEIGHTS = ({"class_weights": torch.ones(size)} for size in 
         (ps.Classifier, {}, (6, 5, 3), None, r"shape \(batch, classes\), but got \(6, 5, 2\)"),
         (ps.Classifier, WRONG_WEIGHTS, (2, 3), torch.tensor([0, 1]), "`class_weights` must h"),
         (ps.Classifier, RIGHT_WEIGHTS, (2, 3), torch.tensor([0, 2]), "classes count from 0"),
+        (ps.TokenClassifier, {}, (6, 3), None, r"\(batch, length, classes\), but got \(6, 2\)"),
+        (ps.TokenClassifier, {}, (6, 5, 3), torch.zeros(6).long(), r"shape .* = \(6, 5\), but got"),
         (ps.BinaryClassifier, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
         (ps.Regressor, {"noise": 1.0}, (6, 3), torch.zeros(6), r"net's output = \(6, 2\), but got"),
         (ps.Regressor, HETERO, (6, 3), torch.zeros(6, 2), r"that of the means = \(6, 1\)"),
@@ -235,47 +245,13 @@ def test_data_without_scales_are_refused():
         model({"input": torch.randn(4, 3)})
 
 
-BATCH, LENGTH, NUM_CLASSES = 6, 5, 4
-
-
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def make_tokens(**options):
-    net = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, NUM_CLASSES))
-    return ps.TokenClassifier(ps.bayesianize(net, 1.0), **options)
-
-
-def texts():
-    x = torch.randint(7, (BATCH, LENGTH))
-    y = torch.randint(NUM_CLASSES, (BATCH, LENGTH))
-    y[:, -2:] = -100
-    return x, y
-
-
-def likelihood_of_tokens(model, x, y):
-    trace = poutine.trace(model).get_trace(x, y)
-    trace.compute_log_prob()
-    return trace.nodes["obs"]["log_prob_sum"], trace.nodes["_RETURN"]["value"]
-
-
-@pytest.mark.parametrize(("ignore_index", "shift"), [(-100, True), (0, False)])
-def test_the_likelihood_is_cross_entropy_without_the_padding(shift, ignore_index):
-    model = make_tokens(num_data=3 * BATCH, shift=shift, ignore_index=ignore_index)
-    x, y = texts()
-    y[y == -100] = ignore_index
-    found, logits = likelihood_of_tokens(model, x, y)
-    targets = y[:, 1:] if shift else y
-    assert logits.shape == (*targets.shape, NUM_CLASSES)
-    loss = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
-    )
-    torch.testing.assert_close(found, -3 * loss, rtol=1e-10, atol=0)
-
-
 def test_padding_has_no_gradient_and_stays_when_a_padded_categorical_grows():
-    _, y = texts()
-    logits = torch.randn(BATCH, LENGTH, NUM_CLASSES, requires_grad=True)
+    y = torch.randint(4, (6, 5))
+    y[:, -2:] = -100
+    logits = torch.randn(6, 5, 4, requires_grad=True)
     PaddedCategorical(logits=logits).log_prob(y).sum().backward()
     assert not logits.grad[:, -2:].any()
     assert logits.grad[:, :-2].any()
@@ -283,24 +259,3 @@ def test_padding_has_no_gradient_and_stays_when_a_padded_categorical_grows():
     assert tokens.log_prob(torch.full((4, 3), 7)).eq(0).all()
     with pytest.raises(ValueError, match="within the support"):
         PaddedCategorical(logits=torch.zeros(3, 2), validate_args=True).log_prob(torch.tensor(5))
-
-
-def test_it_predicts_with_its_padding():
-    model = make_tokens(num_data=BATCH)
-    guide = ps.KTiedGuide(model)
-    x, y = texts()
-    prediction = ps.predict(model, guide, x, num_samples=4, y=y)
-    assert prediction.mean.shape == (BATCH, LENGTH, NUM_CLASSES)
-    assert prediction.functions.shape == (4, BATCH, LENGTH, NUM_CLASSES)
-    median = {name: value.unsqueeze(0) for name, value in guide.median().items()}
-    one = ps.predict(model, median, x, y=y)
-    expected = -F.cross_entropy(one.mean.log().mT, y, reduction="none").sum(1)
-    torch.testing.assert_close(one.log_density, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_other_observations_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(6, 5\)"):
-        poutine.block(make_tokens(num_data=6))(texts()[0], torch.zeros(BATCH, dtype=torch.long))
-    model = ps.TokenClassifier(ps.bayesianize(nn.Linear(3, 2), 1.0), num_data=6)
-    with pytest.raises(ValueError, match=r"\(batch, length, classes\), but got \(6, 2\)"):
-        poutine.block(model)(torch.randn(6, 3))

@@ -1,5 +1,7 @@
 """Nets under Pyro's own vectorized particles, and under Predictive(parallel=True)."""
 
+from functools import partial
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -11,27 +13,19 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.nn.likelihood import run_in_plates
+from tests import models
 from tests.guide_cases import GUIDES
 from tests.models import make_image_classifier, regression_data
 
 NAMES = [name for name in GUIDES if name != "inducing weights, ensemble"]
 
 
-def make_regressor(noise_scale=0.3):
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    return ps.Regressor(ps.bayesianize(net, prior=1.0), 12, noise_scale), regression_data()
+def make_regressor(prior=1.0, noise_scale=0.3):
+    return models.make_regressor(12, prior, noise_scale), regression_data()
 
 
-def make_noisy_regressor():
-    return make_regressor(dist.HalfNormal(1.0))
-
-
-def make_hierarchical_regressor():
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    prior = ps.HierarchicalScale(dist.HalfNormal(1.0))
-    return ps.Regressor(ps.bayesianize(net, prior), 12, 0.3), regression_data()
-
-
+make_noisy_regressor = partial(make_regressor, noise_scale=dist.HalfNormal(1.0))
+make_hierarchical_regressor = partial(make_regressor, ps.HierarchicalScale(dist.HalfNormal(1.0)))
 MODELS = [make_image_classifier, make_regressor, make_noisy_regressor]
 
 

@@ -85,21 +85,6 @@ def test_the_bias_of_a_walsh_hadamard_layer_may_have_one():
         ps.bayesianize(net, prior=HALF_CAUCHY, layers=layers)
 
 
-def test_models_are_copied_pickled_and_converted():
-    source, target = (
-        make_model(ps.HierarchicalScale(dist.HalfCauchy(scale))) for scale in (2.0, 0.5)
-    )
-    target.load_state_dict(source.state_dict())
-    assert find_declared_sites(target)["net.0.weight_scale"].prior.scale == 2.0
-    for model in (pickle.loads(pickle.dumps(source)), source.float()):
-        dtype = next(model.buffers()).dtype
-        nodes = trace_of(model, torch.randn(12, 3, dtype=dtype))
-        for name in ("net.0.weight_scale", "net.0.weight", "obs"):
-            assert nodes[name]["value"].dtype == dtype
-    meta = find_declared_sites(source.to("meta"))
-    assert meta["net.0.weight"].prior.mean.device.type == "meta"
-
-
 class Quantized(nn.Linear):
     def __init__(self):
         super().__init__(3, 1)
@@ -240,28 +225,45 @@ def test_the_kl_of_a_joined_weight_is_estimated_by_draws(name):
     assert abs(nats.mean() - expected) < 5 * nats.std() / len(nats) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["2-tied", "multivariate", "rows"])
+OF_ELEMENTS = {  # of torch, which become Pyro's
+    "hierarchical": lambda: ps.HierarchicalScale(torch.distributions.HalfCauchy(torch.rand(()))),
+    "Laplace": lambda: torch.distributions.Laplace(torch.zeros(SHAPE), torch.ones(SHAPE)),
+    "Student": lambda: torch.distributions.Independent(
+        torch.distributions.StudentT(torch.full(SHAPE, 3.0)), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["2-tied", "multivariate", "rows", *OF_ELEMENTS])
 def test_it_moves_converts_and_is_copied_with_the_model(name):
-    prior = PRIORS[name]()
+    prior = (PRIORS | OF_ELEMENTS)[name]()
     model = with_whole_prior(prior)
-    draw = prior.sample()
+    values = {"net.0.weight": torch.randn(SHAPE), "net.0.weight_scale": torch.rand(())}
+    draw, scale = values.values()
 
     def density(model, dtype=torch.float64):
-        module = model.net.get_submodule("0")
-        with pyro.poutine.trace() as trace:
-            model(torch.zeros(2, 3, dtype=dtype))
-        own = trace.trace.nodes["net.0.weight"]["fn"]
-        assert module.weight.dtype == dtype
-        return own.log_prob(draw.to(dtype)).double()
+        given = {site: value.to(dtype) for site, value in values.items()}
+        nodes = trace_of(poutine.condition(model, given), torch.zeros(2, 3, dtype=dtype))
+        assert nodes["net.0.bias"]["value"].dtype == nodes["obs"]["value"].dtype == dtype
+        own = [nodes[site] for site in values if site in nodes]
+        assert {node["fn"].sample().dtype for node in own} == {dtype}
+        return sum(node["fn"].log_prob(node["value"]) for node in own).double()
 
-    expected = prior.log_prob(draw)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    if name == "hierarchical":
+        expected = prior.prior.log_prob(scale) + dist.Normal(0.0, scale).log_prob(draw).sum()
+    else:
+        expected = prior.log_prob(draw).sum()
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(density(other), expected)
-    fresh = with_whole_prior(PRIORS[name]())
+    fresh = with_whole_prior((PRIORS | OF_ELEMENTS)[name]())
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(density(fresh), expected)
-    single = density(copy.deepcopy(model).float(), torch.float32)
+    single = density(model.float(), torch.float32)
     torch.testing.assert_close(single, expected, rtol=1e-4, atol=1e-4)
+    if name in ("Laplace", "hierarchical"):
+        sites = find_declared_sites(model.to("meta"))
+        for site in ("net.0.weight", "net.0.bias"):
+            assert sites[site].prior.mean.device.type == "meta"
 
 
 @pytest.mark.parametrize("guide_name", ["k-tied", "rowwise"])

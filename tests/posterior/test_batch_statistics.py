@@ -7,6 +7,7 @@ from torch.nn import functional
 
 import pyro_structvi as ps
 from pyro_structvi.posterior import SharedStatisticsWarning
+from tests.posterior import passed_models
 
 SIZE = 3
 
@@ -103,8 +104,7 @@ def test_inference_data_and_given_draws_have_them_too():
     expected = torch.stack([by_hand(x, reference, own) for own in draws_of(guide, model)])
     values = torch.as_tensor(found["posterior"]["outputs"].values[0])
     torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-12)
-    each = [guide.draw(number=number) for number in range(SIZE)]
-    draws = {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+    draws = passed_models.draws_of(guide, SIZE)
     found = ps.predict(model, draws, x, batch_statistics=reference)
     torch.testing.assert_close(found.functions, expected)
 

@@ -15,14 +15,13 @@ from tests.models import make_classifier, make_regressor, regression_data
 from tests.posterior.passed_models import draws_of
 
 
-def renamed(draws):
-    return {name.removeprefix("net."): value for name, value in draws.items()}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (renamed, r"missing in it: \['net.0.weight', .*not in the model: \['0.weight', "),
+        (
+            lambda d: {name.removeprefix("net."): value for name, value in d.items()},
+            r"missing in it: \['net.0.weight', .*not in the model: \['0.weight', ",
+        ),
         (lambda d: dict(list(d.items())[1:]), r"missing in it: \['net.0.weight'\].*model: \[\]"),
         (lambda d: d | {"other": torch.zeros(4)}, r"missing in it: \[\].*model: \['other'\]"),
         (
@@ -105,8 +104,7 @@ def test_predictive_takes_local_posteriors_at_the_examples_trained_on_only(guide
 
 @pytest.mark.parametrize("is_guide", [True, False])
 def test_predict_takes_local_posteriors_of_as_many_examples(guide_of_schools, is_guide):
-    each = [guide_of_schools.draw(local=True) for _ in range(3)]
-    draws = {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+    draws = guide_of_schools.joint_posterior().draw_many(range(3), local=True)
     posterior = guide_of_schools if is_guide else draws
     with pytest.warns(LocalLatentWarning, match="take the values"):
         whole = ps.predict(schools, posterior, ERRORS, num_samples=3).functions

@@ -55,18 +55,13 @@ def test_a_loaded_posterior_is_the_saved_one(tmp_path, name):
     assert type(loaded) is type(guide)
     assert_equal_states(guide, loaded)
     assert_equal_states(model, other)  # with running statistics and the noise
-    predictions = []
-    for parts in ((model, guide), (other, loaded)):
-        torch.manual_seed(1)
-        predictions.append(ps.predict(*parts, x, num_samples=3, batch_statistics=x).functions)
-    assert torch.equal(*predictions)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def make_frozen(value):
     torch.manual_seed(0)
     net = make_net()
-    net[0].requires_grad_(False).weight.fill_(value)
+    net[0].requires_grad_(False).weight.fill_(value)[0] = torch.linspace(1, 2, 3)
     return ps.Regressor(ps.bayesianize(net, normalization=False), num_data=8, noise="learned")
 
 
@@ -78,46 +73,35 @@ def test_a_file_without_frozen_parameters_takes_those_of_the_model(tmp_path):
     own = {*model.state_dict()} | {*guide.state_dict()}
     written = {key.split(".", 1)[1] for key in load_file(path)}
     assert own - written == {"net.0.weight", "net.0.bias"}
-    same, other = make_frozen(0.5), make_frozen(0.25)
+    same = make_frozen(0.5)
     assert_equal_states(ps.load(path, same), guide)
     assert_equal_states(same, model)
-    before = state_of(other)
-    with pytest.raises(ValueError, match=r"file was saved, but 'model.net.0.weight' differ. "):
-        ps.load(path, other)
-    assert_unchanged(other, before)
+    for change in (lambda w: w.div_(2), lambda w: w[0, 0].neg_(), lambda w: w.copy_(w.flip(0))):
+        other = make_frozen(0.5)
+        change(other.net[0].weight)
+        before = state_of(other)
+        with pytest.raises(ValueError, match=r"file was saved, but 'model.net.0.weight' differ. "):
+            ps.load(path, other)
+        assert_unchanged(other, before)
     with pytest.raises(ValueError, match=r"but 'model.net.0.weight', 'model.net.0.bias' differ"):
         ps.load(path, make_model())
-
-
-@pytest.mark.parametrize("change", [lambda w: w[0, 0].neg_(), lambda w: w.copy_(w.flip(0))])
-def test_another_base_is_seen_by_any_change_of_its_numbers(change, tmp_path):
-    model, path = make_frozen(0.5), tmp_path / "posterior.safetensors"
-    model.net[0].weight[0] = torch.linspace(1, 2, model.net[0].weight.shape[1])
-    ps.save(path, model, ps.KTiedGuide(model), frozen=False)
-    ps.load(path, model)
-    change(model.net[0].weight)
-    with pytest.raises(ValueError, match=r"file was saved, but 'model.net.0.weight' differ. "):
-        ps.load(path, model)
 
 
 def test_a_parameter_that_is_frozen_later_is_loaded_from_the_file(tmp_path):
     def make(is_frozen):
         net = make_net()
-        net[0].requires_grad_(False)
-        torch.nn.init.constant_(net[0].weight, 0.5)
-        torch.nn.init.constant_(net[0].bias, 0.5)
+        for value in net[0].requires_grad_(False).parameters():
+            value.fill_(0.5)
         net[-1].bias.requires_grad_(not is_frozen)
         net = ps.bayesianize(net, {"*.bias": None, "*": 1.0}, normalization=False)
         return ps.Regressor(net, num_data=8, noise_scale=0.5)
 
     model, path = make(is_frozen=False), tmp_path / "posterior.safetensors"
-    bias = f"net.{len(model.net) - 1}.bias"
-    with torch.no_grad():
-        model.get_parameter(bias).fill_(7.0)
+    model.net[3].bias.data.fill_(7.0)
     ps.save(path, model, ps.KTiedGuide(model), frozen=False)
     other = make(is_frozen=True)
     ps.load(path, other)
-    assert float(other.state_dict()[bias][0]) == 7.0
+    assert float(other.net[3].bias[0]) == 7.0
 
 
 def test_a_file_with_frozen_parameters_must_have_all_of_them(tmp_path):
@@ -125,7 +109,7 @@ def test_a_file_with_frozen_parameters_must_have_all_of_them(tmp_path):
     ps.save(path, model, ps.KTiedGuide(model))
     other = make_frozen(0.25)
     ps.load(path, other)
-    assert float(other.net[0].weight[0, 0]) == 0.5
+    assert float(other.net[0].weight[1, 0]) == 0.5
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
@@ -181,18 +165,15 @@ def test_families_by_patterns_and_what_pruning_changed(tmp_path):
     assert {name: loaded[name].family for name in loaded.site_names} == {
         name: guide[name].family for name in guide.site_names
     }
-    pruned = ps.MeanFieldGuide(model)
-    ps.pruning.prune_mean_field(pruned, 0.5)
-    ps.save(tmp_path / "file", model, pruned)
-    loaded = ps.load(tmp_path / "file", make_model())
-    assert_equal_states(pruned, loaded)
-    exact = ps.StructuredGuide(model, {"net.0.weight": MeanField(), "*": MeanField()})
-    ps.pruning.prune_mean_field(exact, 0.5)
-    ps.save(tmp_path / "file", model, exact)
-    assert_equal_states(exact, ps.load(tmp_path / "file", make_model()))
-    q = loaded["net.0.weight"]()
-    assert torch.equal(q.mean, pruned["net.0.weight"]().mean)
-    assert (q.variance == 0).any()
+    exact = {"net.0.weight": MeanField(), "*": MeanField()}
+    for pruned in (ps.MeanFieldGuide(model), ps.StructuredGuide(model, exact)):
+        ps.pruning.prune_mean_field(pruned, 0.5)
+        ps.save(tmp_path / "file", model, pruned)
+        loaded = ps.load(tmp_path / "file", make_model())
+        assert_equal_states(pruned, loaded)
+        q = loaded["net.0.weight"]()
+        assert torch.equal(q.mean, pruned["net.0.weight"]().mean)
+        assert (q.variance == 0).any()
 
 
 def test_a_guide_that_a_function_needs_is_passed(tmp_path):

@@ -1,5 +1,6 @@
 """to_inference_data: groups, names of dimensions and values, and versions of ArviZ."""
 
+import math
 import sys
 import warnings
 from types import SimpleNamespace
@@ -111,11 +112,16 @@ def test_padded_tokens_are_padded_in_predictive_draws_too():
     padded = y.numpy() == -100
     assert (drawn[:, padded] == -100).all()
     assert set(np.unique(drawn[:, ~padded])) == {0, 1, 2, 3, 4}
-    tokens = ps.predict(model, draws, x).functions.log_softmax(-1)
+    prediction = ps.predict(model, draws, x, y=y)
+    assert prediction.mean.shape == (6, 3, 5)
+    tokens = prediction.functions.log_softmax(-1)
     nats = tokens.gather(-1, y.clamp_min(0).expand(20, 6, 3).unsqueeze(-1)).squeeze(-1)
     nats = (nats * (y != -100)).sum(-1)
     found = data["log_likelihood"]["obs"].values.reshape(20, 6)
     np.testing.assert_allclose(found, nats.detach(), rtol=1e-10)
+    torch.testing.assert_close(
+        prediction.log_density, nats.logsumexp(0) - math.log(20), rtol=1e-9, atol=1e-12
+    )
     with pytest.raises(ValueError, match="within the support"):  # no padding
         ps.to_inference_data(model, draws, x, torch.full((6, 3), 5))
 
@@ -160,14 +166,9 @@ def test_values_are_copies_in_float64_and_several_outputs_keep_their_dimension()
         ps.to_inference_data(model, draws, x, y, num_samples=3)
 
 
-COUNTS = [
-    (ps.PoissonRegressor, torch.poisson(torch.full((12, 1), 3.0))),
-    (ps.BinaryClassifier, torch.arange(12.0).unsqueeze(-1) % 2),
-]
-
-
 def test_counts_are_whole_numbers():
-    for make, y in COUNTS:
+    counts = torch.arange(12.0).unsqueeze(-1)
+    for make, y in ((ps.PoissonRegressor, counts), (ps.BinaryClassifier, counts % 2)):
         model = make(ps.bayesianize(nn.Linear(3, 1), prior=1.0), 12)
         data = ps.to_inference_data(model, ps.MeanFieldGuide(model), torch.randn(12, 3), y, 4)
         for group in ("observed_data", "posterior_predictive"):

@@ -31,26 +31,16 @@ from tests.posterior.passed_models import (
     normalized,
     regressor_of,
 )
+from tests.real_nets.sequence_nets import Transformer
 from tests.statistics import assert_mean
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.head(self.attention(x, x, x)[0][:, 0])
-
 
 CASES = {
     "regressor": (make_regressor, regression_data),
     "images": (make_image_classifier, None),
     "normalization": (normalized, regression_data),
     "attention": (
-        lambda: regressor_of(Attention()),
-        lambda: (torch.randn(12, 5, 4), torch.randn(12, 1)),
+        lambda: regressor_of(Transformer(decodes=True)),
+        lambda: (torch.randn(12, 5, 3), torch.randn(12, 2)),
     ),
     "embedding": (
         lambda: regressor_of(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(6, 1)),

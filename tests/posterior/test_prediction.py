@@ -11,12 +11,8 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_structvi as ps
-from tests.models import (
-    linear_function,
-    make_classifier,
-    make_regressor,
-    regression_data,
-)
+from tests.models import linear_function, make_classifier, make_regressor, regression_data
+from tests.posterior.passed_models import draws_of
 from tests.unit_noise import assert_draws
 
 
@@ -110,12 +106,9 @@ def test_the_predictive_of_a_linear_model_is_the_closed_form():
 
 def test_draws_by_site():
     model, x = make_regressor(), torch.randn(5, 3)
-    guide = wide_guide(model)
-    each = [guide.draw() for _ in range(7)]
-    draws = {name: torch.stack([draw[name] for draw in each]) for name in guide.site_names}
+    draws = draws_of(wide_guide(model), 7)
     functions = ps.predict(model, draws, x).functions
-    for index, values in enumerate(each):
-        w0, b0, w2, b2 = (values[name] for name in guide.site_names)
+    for index, (w0, b0, w2, b2) in enumerate(zip(*draws.values(), strict=True)):
         expected = F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2)
         torch.testing.assert_close(functions[index], expected)
     some = ps.predict(model, draws, x, num_samples=3)
@@ -189,8 +182,7 @@ def test_the_observed_site_must_be_unique():
 )
 def test_options_out_of_range(options, message):
     model = make_regressor()
-    guide = ps.MeanFieldGuide(model)
-    draws = {name: torch.stack([guide.draw()[name]] * 4) for name in guide.site_names}
+    draws = draws_of(ps.MeanFieldGuide(model), 4)
     given = {"posterior": draws, "x": torch.zeros(5, 3).double()} | options
     with pytest.raises((TypeError, ValueError), match=message):
         ps.predict(model, given.pop("posterior"), given.pop("x"), **given)

@@ -139,65 +139,43 @@ def freeze(net):
     net[0].weight.requires_grad_(False)
 
 
+def normalize(net):
+    parametrizations.weight_norm(net[2])
+
+
+def halve(net):
+    prune.l1_unstructured(net[2], "weight", 0.5)
+
+
 def table():
     x = torch.randn(SIZE, 3)
     return x, (x.sum(-1) > 0).long()
 
 
+def of(make, data):
+    return lambda: classifier(make(), *data())
+
+
 CASES = [
-    Case("LeNet", lambda: classifier(lenet(), *images())),
+    Case("LeNet", of(lenet, images)),
     Case(
-        "vision transformer",
-        lambda: classifier(vision_transformer(), *images()),
-        ("*class_token", "*pos_embedding"),
-        runs_mapped=False,
+        *("vision transformer", of(vision_transformer, images)),
+        *(("*class_token", "*pos_embedding"), False),
     ),
     Case("transposed convolution", lambda: regressor(upsampling(), x := images()[0], x.tanh())),
+    Case("LSTM", of(lambda: Recurrent(nn.LSTM), sequences), ("net.layer.*",), False),
+    Case("RNN, packed", of(lambda: Recurrent(nn.RNN, True), sequences), ("net.layer.*",), False),
+    Case("LSTM cell", of(CellLoop, sequences), ("net.cell.*",), False),
+    # three parts of the bias meet three layers
+    Case("cross-attention", of(CrossAttention, sequences), ("net.attention.in_proj_bias",)),
+    Case("transformer encoder", of(Transformer, sequences)),
     Case(
-        "LSTM",
-        lambda: classifier(Recurrent(nn.LSTM), *sequences()),
-        ("net.layer.*",),
-        runs_mapped=False,
-    ),
-    Case(
-        "RNN, packed",
-        lambda: classifier(Recurrent(nn.RNN, packed=True), *sequences()),
-        ("net.layer.*",),
-        runs_mapped=False,
-    ),
-    Case(
-        "LSTM cell",
-        lambda: classifier(CellLoop(), *sequences()),
-        ("net.cell.*",),
-        runs_mapped=False,
-    ),
-    Case(
-        "cross-attention",
-        lambda: classifier(CrossAttention(), *sequences()),
-        ("net.attention.in_proj_bias",),  # three parts of it meet three layers
-    ),
-    Case("transformer encoder", lambda: classifier(Transformer(), *sequences())),
-    Case(
-        "transformer decoder",
-        lambda: classifier(Transformer(decodes=True), *sequences()),
+        *("transformer decoder", of(lambda: Transformer(decodes=True), sequences)),
         ("net.decoder.multihead_attn.*",),
     ),
     Case("dictionary of inputs", named),
-    Case(
-        "shared weights", lambda: classifier(perceptron(tie), *table()), ("net.0.bias", "net.2.*")
-    ),
-    Case("frozen weights", lambda: classifier(perceptron(freeze), *table()), ("net.0.bias",)),
-    Case(
-        "weight normalization",
-        lambda: classifier(perceptron(lambda net: parametrizations.weight_norm(net[2])), *table()),
-        ("net.2.*",),
-        runs_mapped=False,
-    ),
-    Case(
-        "pruned weights",
-        lambda: classifier(
-            perceptron(lambda net: prune.l1_unstructured(net[2], "weight", 0.5)), *table()
-        ),
-        ("net.2.*",),
-    ),
+    Case("shared weights", of(lambda: perceptron(tie), table), ("net.0.bias", "net.2.*")),
+    Case("frozen weights", of(lambda: perceptron(freeze), table), ("net.0.bias",)),
+    Case("weight normalization", of(lambda: perceptron(normalize), table), ("net.2.*",), False),
+    Case("pruned weights", of(lambda: perceptron(halve), table), ("net.2.*",)),
 ]

@@ -25,7 +25,15 @@ NETS = {
     "convolutions": (convolutions, images),
     "transformer": (Transformer, sequences),
 }
-IN_BFLOAT16 = (nn.Linear, nn.Conv2d)
+
+
+def recorded_dtypes(model):
+    """Return a set that gets the dtypes of outputs of dense layers and convolutions."""
+    dtypes = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            module.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
+    return dtypes
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +51,7 @@ def test_a_step_under_autocast_has_gradients_and_terms_in_float32(net_name, guid
     make, make_data = NETS[net_name]
     model, data = classifier(make(), *make_data())
     guide = GUIDES[guide_name](model)
-    dtypes = set()
-    for module in model.modules():
-        if isinstance(module, IN_BFLOAT16):
-            module.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
+    dtypes = recorded_dtypes(model)
     with torch.autocast("cpu", torch.bfloat16):
         guide.initialize(*data)
         (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
@@ -90,10 +95,7 @@ def test_a_net_in_bfloat16_stays_in_it(guide_name):
     x, y = table()
     model, data = classifier(perceptron().bfloat16(), x.bfloat16(), y)
     guide = GUIDES[guide_name](model)
-    dtypes = set()
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
+    dtypes = recorded_dtypes(model)
     (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
     assert dtypes == {torch.bfloat16}
     for parameter in guide.parameters():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import pyro_structvi as ps
 from pyro_structvi.sites.finding import UnusedSiteWarning
@@ -90,16 +90,11 @@ def test_outputs_in_training_are_those_of_one_draw(layer_name, guide_name):
 def test_packed_sequences_share_the_draw():
     lengths = torch.tensor([5, 2, 4])
     x = pack_padded_sequence(torch.randn(3, 5, 2), lengths, batch_first=True, enforce_sorted=False)
-    model, layer = ps.bayesianize(layer := nn.GRU(**SIZES, batch_first=True)), layer
-    with torch.no_grad():
-        (outputs, _), values = replay(model, ps.MeanFieldGuide(model, init_scale=0.5), x)
-        expected, _ = functional_call(layer, values, (x,))
-    assert isinstance(outputs, PackedSequence)
-    torch.testing.assert_close(outputs.data, expected.data)
+    assert_is_one_function(LAYERS["GRU"](), GUIDES["mean field"], x)
 
 
 def test_a_loop_that_was_first_seen_at_one_step_says_so():
-    model = ps.Regressor(ps.bayesianize(First()), num_data=4, noise_scale=1.0)
+    model = ps.Regressor(ps.bayesianize(FirstOutput(DenseCell())), num_data=4, noise_scale=1.0)
     guide = ps.MeanFieldGuide(model)
     y = torch.zeros(4, 3)
     with pytest.warns(UnusedSiteWarning, match=r"\['net.cell.state.weight', "):
@@ -110,9 +105,6 @@ def test_a_loop_that_was_first_seen_at_one_step_says_so():
     ps.StructuredELBO().terms(model, guide, torch.randn(4, 5, 2), y)
 
 
-class First(Loop):
-    def __init__(self):
-        super().__init__(DenseCell())
-
+class FirstOutput(Loop):
     def forward(self, x):
         return super().forward(x)[0]
