@@ -248,7 +248,10 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "prune_mean_field": lambda: {"amount": 0.5},
     "largest": lambda: {"variances": {"w": positive(4, 3)}, "size": 2},
     "tie_scales": lambda: {"rank": 2, "steps": 5},
-    "mclmc": lambda: {**initialized_parts(), "num_draws": 4, "num_chains": 2, "thinning": 1},
+    "mclmc": lambda: {
+        **initialized_parts(),
+        "num_draws": 4, "num_chains": 2, "thinning": 1, "initial_energy_variance": 1e-2,
+    },
     "nuts": lambda: {"num_samples": 4, "num_chains": 1},
 }
 
