@@ -1,5 +1,7 @@
 """The table of Bayesian optimization, of a file of results."""
 
+from statistics import median
+
 from benchmarks.markdown import markdown
 from benchmarks.rows import Row, mean_with_error
 
@@ -7,7 +9,7 @@ OPTIMIZATION = ("problem", "method", "trial", "regret", "seconds of a fit")
 
 
 def optimization_table(rows: list[Row]) -> str:
-    """Return the mean regret of each method on each problem, with its standard error."""
+    """Return mean regrets of each method on each problem, with standard errors, and median seconds."""
     problems = list(dict.fromkeys(row[0] for row in rows))
     cells = []
     for method in dict.fromkeys(row[1] for row in rows):
@@ -19,8 +21,8 @@ def optimization_table(rows: list[Row]) -> str:
         cells.append([
             method,
             *regrets,
-            mean_with_error((float(row[4]) for row in own), "{:.1f}".format),
+            f"{median(float(row[4]) for row in own):.1f}",
         ])
     trials = min(len([row for row in rows if row[:2] == key]) for key in {row[:2] for row in rows})
-    head = ["method", *problems, "seconds of a fit"]
+    head = ["method", *problems, "seconds of a fit, median"]
     return f"At least {trials} trials of each.\n\n{markdown(head, cells)}"
