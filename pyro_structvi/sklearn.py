@@ -276,13 +276,16 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
-        """Return predictive means ``(N,)``, and with ``return_std`` standard deviations with noise."""
+        """Return predictive medians ``(N,)``, and with ``return_std`` standard deviations with noise.
+
+        Far from the data some draws are far off: a median is then a better prediction than a mean.
+        """
         prediction = self._predict(X)
-        mean = self._in_units(prediction.mean)
+        median = self._in_units(prediction.quantile(0.5))
         if not return_std:
-            return mean
+            return median
         std = self._to_numpy(prediction.variance.sqrt())[:, 0]
-        return mean, std * self.y_scaler_.scale_[0]
+        return median, std * self.y_scaler_.scale_[0]
 
     def predict_interval(self, X: ArrayLike, level: float = 0.95) -> Array:
         """Return lower and upper bounds ``(N, 2)`` of the central predictive interval."""

@@ -52,12 +52,14 @@ def test_predictions_are_equivariant_to_units(table, options, shift):
     for scale, offset in ((1.0, 0.0), (4.0, shift)):
         estimator = BayesianMLPRegressor((6,), **options)
         estimator.fit(scale * inputs + offset, scale * targets + offset)
-        mean, std = estimator.predict(scale * inputs[:5] + offset, return_std=True)
+        median, std = estimator.predict(scale * inputs[:5] + offset, return_std=True)
         interval = estimator.predict_interval(scale * inputs[:5] + offset, 0.8)
-        found.append(np.column_stack([mean - offset, interval - offset, std]) / scale)
+        middle = estimator.predict_interval(scale * inputs[:5] + offset, 1e-6).mean(1)
+        np.testing.assert_allclose(median, middle, atol=1e-5 * scale)
+        found.append(np.column_stack([median - offset, interval - offset, std]) / scale)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
-    mean, lower, upper, std = found[0].T
-    assert ((lower < mean) & (mean < upper) & (std > 0)).all()
+    median, lower, upper, std = found[0].T
+    assert ((lower < median) & (median < upper) & (std > 0)).all()
 
 
 def test_a_points_predictive_distribution_is_normal(table):

@@ -216,6 +216,7 @@ def test_a_mixture_has_the_coordinates_of_one_net(make_guide):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_chains_at_points_of_a_narrow_posterior_do_not_run_away():
     """The first steps are a thousand times too large, and the noise may shrink the density's scale."""
     x = torch.randn(60, 1)
