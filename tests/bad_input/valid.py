@@ -250,7 +250,10 @@ OF_FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "tie_scales": lambda: {"rank": 2, "steps": 5},
     "mclmc": lambda: {
         **initialized_parts(),
-        "num_draws": 4, "num_chains": 2, "thinning": 1, "initial_energy_variance": 1e-2,
+        "num_draws": 4,
+        "num_chains": 2,
+        "thinning": 1,
+        "initial_energy_variance": 1e-2,
     },
     "nuts": lambda: {"num_samples": 4, "num_chains": 1},
 }
