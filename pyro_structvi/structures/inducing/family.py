@@ -311,7 +311,8 @@ class InducingWeightGuide(StructuredGuide):
             "full": FullCovariance(),
             "ensemble": Members(ensemble_size or 5),
         }
-        posterior: Any = families.get(inducing_posterior, inducing_posterior)
+        is_family = isinstance(inducing_posterior, Family)  # which need not be hashable
+        posterior: Any = inducing_posterior if is_family else families[inducing_posterior]
         family = InducingWeights(
             inducing_shape, posterior, shared, max_conditional_scale, join_bias=join_bias
         )
