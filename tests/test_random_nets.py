@@ -105,6 +105,14 @@ def make_guide(model, name, x, y, **options):
     return guide
 
 
+def make_draws(case, count):
+    """Return the model, a guide, and draws of it by site."""
+    model, name, x, y, seed = case
+    guide = make_guide(model, name, x, y)
+    torch.manual_seed(seed)
+    return model, guide, guide.joint_posterior().draw_many(range(count))
+
+
 def bounds(model, guide, x, y, seed):
     """Return the mean of the log likelihood's estimates, their standard error, and the KL."""
     torch.manual_seed(seed)
@@ -131,10 +139,7 @@ def test_sampled_outputs_and_sampled_weights_have_one_bound(case):
 
 @on_random_nets
 def test_draws_in_one_pass_are_those_one_by_one(case):
-    model, name, x, y, seed = case
-    guide = make_guide(model, name, x, y)
-    torch.manual_seed(seed)
-    draws = guide.joint_posterior().draw_many(range(5))
+    (model, guide, draws), (*_, x, y, _) = make_draws(case, 5), case
     together = ps.predict(model, draws, x, y=y)
     alone = [ps.predict(model, {k: v[i : i + 1] for k, v in draws.items()}, x) for i in range(5)]
     functions = torch.cat([each.functions for each in alone])
@@ -160,10 +165,7 @@ def test_a_loaded_posterior_predicts_as_the_saved_one(case):
 @on_random_nets
 def test_single_precision_is_double_precision_to_its_rounding(case):
     """Within 1e-4 of the largest function value, for nets of at most six layers."""
-    model, name, x, y, seed = case
-    guide = make_guide(model, name, x, y)
-    torch.manual_seed(seed)
-    draws = guide.joint_posterior().draw_many(range(3))
+    (model, _, draws), (*_, x, _, _) = make_draws(case, 3), case
     double = ps.predict(model, draws, x).functions
     single = {key: value.float() for key, value in draws.items()}
     found = ps.predict(copy.deepcopy(model).float(), single, x.float()).functions

@@ -55,6 +55,11 @@ def test_a_loaded_posterior_is_the_saved_one(tmp_path, name):
     assert type(loaded) is type(guide)
     assert_equal_states(guide, loaded)
     assert_equal_states(model, other)  # with running statistics and the noise
+    predictions = []
+    for parts in ((model, guide), (other, loaded)):
+        torch.manual_seed(1)
+        predictions.append(ps.predict(*parts, x, num_samples=3, batch_statistics=x).functions)
+    assert torch.equal(*predictions)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
