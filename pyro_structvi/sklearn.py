@@ -278,7 +278,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
         """Return predictive medians ``(N,)``, and with ``return_std`` standard deviations with noise.
 
-        Far from the data a few draws may be far off, which move a mean, and hardly a median.
+        Far from the data a few draws may be outliers, to which medians are robust.
         """
         prediction = self._predict(X)
         median = self._in_units(prediction.quantile(0.5))
