@@ -1,6 +1,7 @@
 """Nets and data of the deep nets' benchmark: images, and texts."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ VOCABULARY = {"LSTM": 5000, "GPT": 1000}
 LENGTH = {"LSTM": 100, "GPT": 33}
 UNKNOWN = 2  # the token of rare words
 Data = tuple[Tensor, Tensor]
+Normalization = Callable[[int], nn.Module]  # of a number of channels
 
 
 class Batches:
@@ -54,13 +56,13 @@ def augment(x: Tensor) -> Tensor:
 class Block(nn.Module):
     """Two convolutions around which the input is added; a shortcut without parameters."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, normalization: Normalization) -> None:
         super().__init__()
         self.stride = outputs // inputs
         self.body = nn.Sequential(
-            *(nn.Conv2d(inputs, outputs, 3, self.stride, 1, bias=False), nn.GroupNorm(8, outputs)),
+            *(nn.Conv2d(inputs, outputs, 3, self.stride, 1, bias=False), normalization(outputs)),
             nn.ReLU(),
-            *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.GroupNorm(8, outputs)),
+            *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), normalization(outputs)),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,10 +74,10 @@ class Block(nn.Module):
         return F.relu(self.body(x) + shortcut)
 
 
-def make_resnet20() -> nn.Sequential:
+def make_resnet20(normalization: Normalization) -> nn.Sequential:
     widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
-    blocks = [Block(*pair) for pair in pairwise(widths)]
-    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()]
+    blocks = [Block(*pair, normalization) for pair in pairwise(widths)]
+    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), normalization(16), nn.ReLU()]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
@@ -119,11 +121,19 @@ class GPT(nn.Module):
 NETS: dict[str, Callable[[], nn.Module]] = {
     "MLP": lambda: nn.Sequential(nn.Flatten(), make_mlp(784, 400, 400, 10)),
     "LeNet": make_lenet,
-    "ResNet-20": make_resnet20,
+    "ResNet-20": partial(make_resnet20, partial(nn.GroupNorm, 8)),
+    "ResNet-20, BatchNorm": partial(make_resnet20, nn.BatchNorm2d),
     "LSTM": LSTM,
     "GPT": GPT,
 }
-BATCH_SIZES = {"MLP": 200, "LeNet": 200, "ResNet-20": 50, "LSTM": 50, "GPT": 100}
+BATCH_SIZES = {
+    "MLP": 200,
+    "LeNet": 200,
+    "ResNet-20": 50,
+    "ResNet-20, BatchNorm": 50,
+    "LSTM": 50,
+    "GPT": 100,
+}
 
 
 def load(

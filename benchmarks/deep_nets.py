@@ -40,7 +40,7 @@ from benchmarks.rows import ResultsFile
 from pyro_structvi import metrics
 
 NUM_DRAWS = 20
-PRIOR = ps.FanIn(2**0.5)
+PRIOR_SCALE = 2**0.5  # of `FanIn`
 
 
 # ---- methods -------------------------------------------------------------------------------------
@@ -49,12 +49,24 @@ Probabilities = Callable[[Tensor], Tensor]  # of classes, for a batch of inputs
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+    return F.cross_entropy(logits.flatten(0, -2).float(), y.flatten())
 
 
-def by_adamw(net: nn.Module, batches: Batches, options: Any, lr: float = 1e-3) -> Probabilities:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.01)
+def by_adamw(
+    net: nn.Module, batches: Batches, options: Any, lr: float = 1e-3, decay: float = 0.01
+) -> Probabilities:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=decay)
+    return of_point(net, optimizer, batches, options)
 
+
+def by_sgd(net: nn.Module, batches: Batches, options: Any) -> Probabilities:
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+    return of_point(net, optimizer, batches, options)
+
+
+def of_point(net: nn.Module, optimizer: Any, batches: Batches, options: Any) -> Probabilities:
     def step(x: Tensor, y: Tensor) -> None:
         cross_entropy(net(x), y).backward()
 
@@ -101,7 +113,8 @@ def by_guide(make_guide: Callable[..., ps.StructuredGuide], **own: Any) -> Calla
     """Return the method of a guide, with arguments of ``fit`` of its own."""
 
     def method(net: nn.Module, batches: Batches, options: Any) -> Probabilities:
-        bayesian = ps.bayesianize(net, prior=PRIOR, normalization=False)
+        prior = ps.FanIn(options.prior_scale)
+        bayesian = ps.bayesianize(net, prior=prior, normalization=False)
         likelihood = ps.Classifier if batches.y.dim() == 1 else ps.TokenClassifier
         model = likelihood(bayesian, num_data=len(batches.x))
         guide = make_guide(model, init_scale=options.init_scale)
@@ -159,6 +172,8 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
     "AdamW, rate 0.002, temperature scaling": with_temperature(partial(by_adamw, lr=2e-3)),
     "AdamW, rate 0.002": partial(by_adamw, lr=2e-3),
     "AdamW, rate 0.004": partial(by_adamw, lr=4e-3),
+    "AdamW, rate 0.002, weight decay 0.1": partial(by_adamw, lr=2e-3, decay=0.1),
+    "SGD, rate 0.1": by_sgd,
     "IVON": by_ivon,
     "IVON, rate 0.1": partial(by_ivon, lr=0.1, hessian=0.5),
     "IVON, Hessian 0.5": partial(by_ivon, hessian=0.5),
@@ -194,6 +209,13 @@ def main() -> None:
     parser.add_argument("--kl-weight", type=float, default=0.01)
     parser.add_argument("--lr", type=float, help="of guides; default: that of `fit`")
     parser.add_argument("--init-scale", type=float, default=0.01, help="of guides")
+    parser.add_argument(
+        "--prior-scale",
+        type=float,
+        default=PRIOR_SCALE,
+        help="of the prior, over the root of the fan-in",
+    )
+    parser.add_argument("--bfloat16", action="store_true", help="train by mixed precision")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a few images")
@@ -212,6 +234,9 @@ def main() -> None:
         recipe += f", KL weight {options.kl_weight:g}"
         recipe += "" if options.lr is None else f", rate {options.lr:g}"
         recipe += "" if options.init_scale == 0.01 else f", initial scale {options.init_scale:g}"
+        if options.prior_scale != PRIOR_SCALE:
+            recipe += f", prior scale {options.prior_scale:g}"
+        recipe += ", bfloat16" if options.bfloat16 else ""
         if not results.has(options.net, recipe, name, str(seed)):
             torch.manual_seed(seed)
             row = measure(METHODS[name], data, test, foreign, options)
@@ -230,7 +255,8 @@ def measure(
     net = NETS[options.net]()
     batches = Batches(*data, min(BATCH_SIZES[options.net], len(data[0])))
     start = time.perf_counter()
-    predict = method(net, batches, options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+        predict = method(net, batches, options)
     seconds = time.perf_counter() - start
     net.eval()
     predict = torch.no_grad()(predict)
