@@ -112,16 +112,13 @@ class StructuredAdam(torch.optim.Optimizer):
         share = min(1.0, SHALLOW / max(1, number))
         groups = defaultdict(list)
         for value in parameters:
-            unit, steps, factor = _unit_of_point(value), 0.0, share
+            unit, steps, is_wide = _unit_of_point(value), 0.0, value in wide
             if value in held:
                 posterior, name = held[value]
                 family, site = posterior.family, posterior.site
-                unit, steps = family.unit(site, name, value), warm_up if name in family.delayed else 0.0
-                # Noise that grows before the means are trained keeps a deep net from training.
-                factor = share ** (2.0 if "log_" in name else 0.5) if site.is_wide else 1.0
-            elif value in wide:
-                factor = share**0.5
-            groups[unit, steps, factor].append(value)
+                unit, is_wide = family.unit(site, name, value), site.is_wide
+                steps = warm_up if name in family.delayed else 0.0
+            groups[unit, steps, share if is_wide else 1.0].append(value)
         own = [
             {
                 "params": each,
