@@ -56,7 +56,7 @@ benchmarks/deep_nets.py --data images.npz --net LeNet --epochs 1 --quick --forei
 benchmarks/estimators.py --data regression.npz --splits 1 --quick --method points \\
     --method "Gaussian process" --output estimators.csv
 benchmarks/sampling.py --data regression.npz --map-steps 5 --steps 20 --samples 4 --chains 2 \\
-    --output sampling.csv
+    --output sampling.csv --nuts
 benchmarks/scaling.py --sweep d --sweep S --largest 128 --rounds 2 --output scaling.json \\
     --figure scaling.svg
 benchmarks/uci.py --data regression.npz --splits 1 --steps 20 --draws 10 --guide "k-tied, k = 2" \\
