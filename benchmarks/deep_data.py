@@ -32,7 +32,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Data]:
         """Yield the mini-batches of an epoch."""
-        for index in torch.randperm(len(self.x)).split(self.batch_size)[: len(self)]:
+        for index in torch.randperm(len(self.x), device=self.x.device).split(self.batch_size)[: len(self)]:
             x = self.x[index]
             is_color = x.dim() == 4 and x.shape[1] == 3
             yield (augment(x) if is_color else x), self.y[index]
@@ -40,17 +40,15 @@ class Batches:
 
 def augment(x: Tensor) -> Tensor:
     """Return images shifted by at most an eighth of their size, every other one mirrored."""
-    size = x.shape[-1]
+    number, _, _, size = x.shape
     shift = size // 8
-    padded = F.pad(x, (shift,) * 4)
-    corners = torch.randint(2 * shift + 1, (len(x), 2)).tolist()
-    cut = [
-        image[:, top : top + size, left : left + size]
-        for image, (top, left) in zip(padded, corners, strict=True)
-    ]
-    shifted = torch.stack(cut)
-    is_mirrored = torch.rand(len(x), 1, 1, 1) < 0.5
-    return torch.where(is_mirrored, shifted.flip(-1), shifted)
+    padded = F.pad(x, (shift,) * 4).movedim(1, -1)
+    first = torch.randint(2 * shift + 1, (2, number, 1), device=x.device)
+    rows, columns = first + torch.arange(size, device=x.device)
+    is_mirrored = torch.rand(number, 1, device=x.device) < 0.5
+    columns = torch.where(is_mirrored, columns.flip(-1), columns)
+    images = torch.arange(number, device=x.device)[:, None, None]
+    return padded[images, rows.unsqueeze(-1), columns.unsqueeze(-2)].movedim(-1, 1).contiguous()
 
 
 class Block(nn.Module):

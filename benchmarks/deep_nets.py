@@ -215,6 +215,7 @@ def main() -> None:
         default=PRIOR_SCALE,
         help="of the prior, over the root of the fan-in",
     )
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--bfloat16", action="store_true", help="train by mixed precision")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -226,6 +227,8 @@ def main() -> None:
     data, test, foreign = load(options.data, options.net, num_train, options.size, options.foreign)
     if options.quick:
         test = test[0][:100], test[1][:100]
+    data, test = (tuple(value.to(options.device) for value in each) for each in (data, test))
+    foreign = None if foreign is None else foreign.to(options.device)
     results = ResultsFile(options.output, DEEP_NETS)
     for seed, name in product(range(options.seeds), options.method or OWN):
         pixels = "" if options.size is None else f" of {options.size} x {options.size}"
@@ -252,11 +255,14 @@ def measure(
     options: argparse.Namespace,
 ) -> tuple[str, ...]:
     """Return accuracy, negative log likelihood, seconds of training, and the AUROC of foreign images."""
-    net = NETS[options.net]()
+    net = NETS[options.net]().to(options.device)
     batches = Batches(*data, min(BATCH_SIZES[options.net], len(data[0])))
+    kind = data[0].device.type
     start = time.perf_counter()
-    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+    with torch.autocast(kind, torch.bfloat16, enabled=options.bfloat16):
         predict = method(net, batches, options)
+    if kind == "cuda":
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     net.eval()
     predict = torch.no_grad()(predict)

@@ -164,7 +164,9 @@ def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
         details = torch.finfo(columns.dtype)
         diagonal += 10 * details.eps * diagonal.mean(-1, keepdim=True) + details.tiny
         tril, failed = torch.linalg.cholesky_ex(covariance)
-        seen = torch.cholesky_solve(drawn.mT, tril).mT @ columns.mT
+        # Two triangular systems, since `cholesky_solve` cannot be captured in a CUDA graph.
+        half = torch.linalg.solve_triangular(tril, drawn.mT, upper=False)
+        seen = torch.linalg.solve_triangular(tril.mT, half, upper=True).mT @ columns.mT
         # The gradient with all of the noise has the same mean.
         seen = torch.where((failed == 0)[..., None, None], seen, noise)
     outputs = seen @ columns

@@ -8,9 +8,10 @@ import pyro
 import pytest
 import torch
 from pyro.infer import SVI
+from torch import Tensor
 
 import pyro_structvi as ps
-from pyro_structvi.infer import structured_adam
+from pyro_structvi.infer import CompileFallbackWarning, structured_adam
 from pyro_structvi.infer.steps import replayed
 from pyro_structvi.infer.steps.recording import Record
 from tests.guide_cases import GUIDES
@@ -133,7 +134,7 @@ def test_a_captured_update_is_left_out_where_a_gradient_is_not_finite(make_guide
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mean field", "rowwise, joined", "low rank", "full covariance"])
+@pytest.mark.parametrize("name", GUIDES)
 def test_a_cuda_graph_of_the_default_optimizer_is_the_eager_step(name):
     x, y = (value.cuda() for value in regression_data())
 
@@ -148,6 +149,37 @@ def test_a_cuda_graph_of_the_default_optimizer_is_the_eager_step(name):
     own_elbo, own = fit(compiled=True)
     torch.testing.assert_close(own_elbo, elbo, rtol=1e-5, atol=0)
     torch.testing.assert_close(own, state, rtol=1e-4, atol=1e-5)
+
+
+@torch.library.custom_op("tests::wait", mutates_args=())
+def wait(x: Tensor) -> Tensor:
+    """Return a copy once the device has done its work, which no CUDA graph can."""
+    torch.cuda.current_stream().synchronize()
+    return x.clone()
+
+
+wait.register_fake(torch.clone)
+wait.register_autograd(lambda context, gradient: gradient)
+
+
+@pytest.mark.gpu
+def test_a_step_that_cannot_be_captured_goes_on_as_svi():
+    def make():
+        model = make_regressor().cuda()
+        model.net.register_forward_hook(lambda module, given, output: wait(output))
+        return model, ps.MeanFieldGuide(model)
+
+    data, stream = [value.cuda() for value in regression_data()], torch.cuda.current_stream()
+    expected, state, _ = train(make, data, compiled=False)
+    number = torch.randn(3, device="cuda")
+    with pytest.warns(CompileFallbackWarning, match="captur"):
+        losses, own, _ = train(make, data, compiled=True, fallback=True)
+    torch.testing.assert_close(torch.randn(3, device="cuda"), number, rtol=0, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(own, state, rtol=1e-4, atol=1e-5)
+    assert torch.cuda.current_stream() == stream
+    with pytest.raises(torch.OutOfMemoryError):  # and no error of an allocator that still captures
+        torch.empty(1 << 45, device="cuda")
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Replayed training steps, on a CPU or by CUDA graphs."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import pyro
 import torch
@@ -23,6 +23,9 @@ class CUDAGraph:
     Args:
         function: A function from tensors to tensors.
         inputs: Tensors of the shapes of all later calls.
+
+    Raises:
+        RuntimeError: If an operation cannot be captured.
     """
 
     def __init__(
@@ -31,7 +34,10 @@ class CUDAGraph:
         self._inputs = [value.detach().clone() for value in inputs]
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()  # of this device; torch's own is of the first that captured
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+        with (
+            _usable_after_a_failed_capture(),
+            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             self._outputs = function(self._inputs)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
@@ -218,6 +224,21 @@ class ReplayedStep:
             outputs = self._replay(inputs)
         current.wait_stream(side)
         return outputs
+
+
+@contextmanager
+def _usable_after_a_failed_capture() -> Iterator[None]:
+    """Restore the current stream and the random generator of the device if a capture raises."""
+    # torch leaves the stream of the capture current, and a generator that refuses to draw.
+    stream = torch.cuda.current_stream()
+    generator = torch.cuda.default_generators[stream.device_index]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(before)
+        raise
 
 
 def _laid_out_as(gradient: Tensor, parameter: Tensor) -> Tensor:
