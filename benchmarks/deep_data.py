@@ -32,7 +32,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Data]:
         """Yield the mini-batches of an epoch."""
-        for index in torch.randperm(len(self.x), device=self.x.device).split(self.batch_size)[: len(self)]:
+        order = torch.randperm(len(self.x), device=self.x.device)
+        for index in order.split(self.batch_size)[: len(self)]:
             x = self.x[index]
             is_color = x.dim() == 4 and x.shape[1] == 3
             yield (augment(x) if is_color else x), self.y[index]
