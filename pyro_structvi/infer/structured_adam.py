@@ -20,21 +20,26 @@ from pyro_structvi.structures.low_rank import LowRank
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's
-SHALLOW = 3  # a number of wide weights above which their steps are shorter
+SHALLOW = 3  # a number of wide weights above which steps are shorter
+LOGARITHMS = 2.5  # the power of that factor for logarithms, above the least factor
+LEAST = 0.005
 
 
 class StructuredAdam(torch.optim.Optimizer):
     r"""Adam with a step size for each parameter, in units of the prior and of the posterior.
 
     The rate is multiplied by the parameter's unit (``Family.unit``). The unit of a mean is the prior's
-    standard deviation, though at most ``2 / sqrt(fan_in)`` for a weight, and ``14 / fan_in`` above a
-    fan-in of 50. The unit of a logarithm is 1, and the unit of an entry of a Cholesky factor with rows
-    of n the smaller of ``1 / sqrt(n)`` and ``3 / n``. A parameter without a posterior has the root mean
-    square of its start as its unit if it has two dimensions, and 0.1 otherwise.
+    standard deviation, though at most ``2 / sqrt(fan_in)`` for a weight, and smaller by
+    ``sqrt(50 / inputs)`` with more than 50 inputs, or input channels of a convolution. The unit of a
+    logarithm is 1, and the unit of an entry of a Cholesky factor with rows of n the smaller of
+    ``1 / sqrt(n)`` and ``3 / n``. A parameter without a posterior has the root mean square of its start
+    as its unit if it has two dimensions, and 0.1 otherwise.
 
     The moves of the layers of a net may add up in its output. In a model of more than three wide
-    weights, with a fan-in above 50, their rates are multiplied by ``3 / number``. Parameters of the
-    model without a posterior count, too.
+    weights, with a fan-in above 50, their rates are multiplied by ``3 / number``. Weights without a
+    posterior count, too, and all parameters without a posterior have this factor. The logarithms of all
+    posteriors, most of them of scales, have the factor ``(3 / number)**2.5``, at least 0.005: noise
+    that grows before the means are trained keeps a deep net from training.
 
     The mean of a posterior :math:`\mu + A e` with correlations makes a second move in the coordinates of
     the noise e:
@@ -106,25 +111,29 @@ class StructuredAdam(torch.optim.Optimizer):
         held = {
             value: (each, name) for each in posteriors for name, value in each.named_parameters()
         }
-        wide = _wide_points([value for value in parameters if value not in held], guide)
         # The members of a mixture share the names of sites.
-        number = len({each.site.name for each in posteriors if each.site.is_wide}) + len(wide)
+        number = len({each.site.name for each in posteriors if each.site.is_wide})
+        number += _count_wide([value for value in parameters if value not in held], guide)
         share = min(1.0, SHALLOW / max(1, number))
         groups = defaultdict(list)
         for value in parameters:
-            unit, steps, is_wide = _unit_of_point(value), 0.0, value in wide
+            unit, steps, factor = _unit_of_point(value), 0.0, share
             if value in held:
                 posterior, name = held[value]
                 family, site = posterior.family, posterior.site
-                unit, is_wide = family.unit(site, name, value), site.is_wide
+                unit = family.unit(site, name, value)
                 steps = warm_up if name in family.delayed else 0.0
-            groups[unit, steps, share if is_wide else 1.0].append(value)
+                is_wide, is_logarithm = site.is_wide, "log_" in name
+                factor = share if is_wide else 1.0
+                if is_logarithm:
+                    factor = max(LEAST, share**LOGARITHMS)
+            groups[unit, steps, factor].append(value)
         own = [
             {
                 "params": each,
                 "unit": factor * unit,
                 "warm_up": steps,
-                "posterior_lr": factor * posterior_lr,
+                "posterior_lr": share * posterior_lr,
             }
             for (unit, steps, factor), each in sorted(groups.items())
         ]
@@ -306,13 +315,13 @@ def _at_most(size: float | Tensor, move: Tensor) -> Tensor:
     return move * (size / own).clamp_max(1.0)
 
 
-def _wide_points(points: Sequence[Tensor], guide: nn.Module) -> set[Tensor]:
-    """Return the parameters without a posterior that are weights with a fan-in above 50."""
+def _count_wide(points: Sequence[Tensor], guide: nn.Module) -> int:
+    """Return how many parameters without a posterior are weights with a fan-in above 50."""
     guides = (each for each in guide.modules() if isinstance(each, StructuredGuide))
     models = {poutine.unwrap(each.model) for each in guides if points and each.model is not None}
     layouts = [find_layouts(model) for model in models if isinstance(model, nn.Module)]
     fan_ins = {key: layout.fan_in or 0 for own in layouts for key, layout in own.items()}
-    return {value for value in points if fan_ins.get(id(value), 0) > WIDE}
+    return sum(fan_ins.get(id(value), 0) > WIDE for value in points)
 
 
 def _unit_of_point(value: Tensor) -> float:

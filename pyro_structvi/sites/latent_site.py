@@ -88,15 +88,20 @@ class LatentSite:
         """The typical scale of an unconstrained value, which is the unit of steps in training.
 
         It is the standard deviation of the prior; 1 if that is unknown. For a weight it is at most
-        ``2 / sqrt(fan_in)``, about the size of initial weights, and ``14 / fan_in`` for a fan-in above
-        50: Adam moves each weight by about the same amount, and moves may add up (Yang et al., 2021).
+        ``2 / sqrt(fan_in)``, about the size of initial weights, and smaller by ``sqrt(50 / inputs)``
+        with more than 50 inputs, or input channels of a convolution: Adam moves each weight by about
+        the same amount, and moves may add up (Yang et al., 2021).
         """
         if not self.is_real or self.prior_scale is None:
             return 1.0
         if not self.fan_in:
             return self.prior_scale
         initial = 2 / math.sqrt(self.fan_in)
-        return min(self.prior_scale, initial, initial * math.sqrt(WIDE / self.fan_in))
+        weight = self.shape if self.bias is None else self.bias.weight_shape
+        inputs = self.fan_in
+        if len(weight) > 2 and self.input_dim is not None:
+            inputs = min(inputs, weight[self.input_dim])
+        return min(self.prior_scale, initial, initial * math.sqrt(WIDE / inputs))
 
     @property
     def is_wide(self) -> bool:

@@ -155,6 +155,22 @@ def test_units_of_weights_fall_with_the_fan_in(fan_in, prior, expected):
 
 
 @pytest.mark.parametrize(
+    "make_layer",
+    [
+        lambda: nn.Conv2d(64, 2, 3),
+        lambda: nn.ConvTranspose2d(64, 2, 3),
+        lambda: nn.Conv1d(256, 4, 9, groups=4),
+    ],
+)
+@pytest.mark.parametrize("join_bias", [False, True])
+def test_the_inputs_of_a_convolution_are_its_channels(make_layer, join_bias):
+    """Each has 64 for an output, and 9 taps."""
+    model = ps.Classifier(ps.bayesianize(make_layer(), 1.0), 10)
+    guide = ps.MatrixNormalGuide(model, join_bias=join_bias)
+    assert guide["net.weight"].site.unit == pytest.approx(2 / 576**0.5 * (50 / 64) ** 0.5)
+
+
+@pytest.mark.parametrize(
     ("prior", "size", "expected"),
     [(0.5, 64, 1.0), (1.0, 64, 0.5), (2.0, 64, 0.25), (4.0, 4, 0.125 * 20**0.5), (1.0, 4, 1.0)],
 )
@@ -226,20 +242,21 @@ def deep_guide(make_guide, num_weights, num_points=0, width=56):
     ("num_weights", "num_points", "width", "share"),
     [
         *((1, 0, 56, 1.0), (3, 0, 56, 1.0), (2, 1, 56, 1.0), (4, 0, 56, 0.75)),
-        *((12, 0, 56, 0.25), (2, 10, 56, 0.25), (12, 0, 50, 1.0)),
+        *((12, 0, 56, 0.25), (2, 10, 56, 0.25), (12, 0, 50, 1.0), (48, 0, 56, 0.0625)),
     ],
 )
-def test_rates_of_wide_weights_fall_with_their_number(num_weights, num_points, width, share):
-    """Narrow weights, biases, and scales and shifts of normalization keep theirs."""
+def test_rates_fall_with_the_number_of_wide_weights(num_weights, num_points, width, share):
+    """Rates of scales fall faster; means of narrow weights and of biases keep theirs."""
     guide, named = deep_guide(ps.MeanFieldGuide, num_weights, num_points, width)
     rates = rates_of(ps.StructuredAdam([value for _, value in named], guide, lr=1.0))
     for name, value in named:
         if "posteriors" in name:
-            is_wide, unit = "weight" in name, 1.0 if name.endswith("log_scale") else 0.25
+            of_mean = 0.25 * (share if "weight" in name else 1.0)
+            of_scale = max(0.005, share**2.5)
+            expected = of_scale if name.endswith("log_scale") else of_mean
         else:
-            is_wide = value.dim() > 1
-            unit = 0.5 if is_wide else 0.1
-        assert rates[value] == pytest.approx((share if is_wide else 1.0) * unit), name
+            expected = share * (0.5 if value.dim() > 1 else 0.1)
+        assert rates[value] == pytest.approx(expected), name
 
 
 def test_wide_points_are_those_with_a_large_fan_in():
@@ -253,8 +270,7 @@ def test_wide_points_are_those_with_a_large_fan_in():
     model = ps.Regressor(nn.Sequential(ps.bayesianize(nn.Linear(4, 1)), points), 10, 0.3)
     guide = ps.MeanFieldGuide(model)
     rates = rates_of(ps.StructuredAdam([*guide.parameters(), *model.parameters()], guide, lr=1.0))
-    assert rates[table.weight] == 0.5
-    assert {rates[each.weight] for each in (transposed, *wide)} == {0.25}
+    assert {rates[each.weight] for each in points} == {0.25}  # half of their unit, for six of them
 
 
 @pytest.mark.parametrize(
