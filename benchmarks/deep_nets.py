@@ -3,6 +3,7 @@
     python -m benchmarks.deep_nets --data mnist.npz --net MLP --epochs 10 --output FILE.csv
     python -m benchmarks.deep_nets --data cifar10.npz --net ResNet-20 --num-train 5000 --epochs 60
     python -m benchmarks.deep_nets --data imdb.npz --net LSTM --num-train 5000 --epochs 10
+    python -m benchmarks.deep_nets --data cifar10.npz --net "ResNet-20, BatchNorm" --device cuda
     python -m benchmarks.deep_nets --data mnist.npz --net MLP --method "k-tied 2" --quick
 
 A file of images has ``x_train``, ``y_train``, ``x_test`` and ``y_test``: classes, and images of bytes of
@@ -13,7 +14,8 @@ after another), ``offsets_train`` (where they begin and end) and ``y_train``, an
 net "LSTM" predicts the class of a text, and "GPT" the next token.
 
 Guides are trained by ``fit`` with its default optimizer, the rate of ``--lr``, the KL weight of
-``--kl-weight`` and the initial standard deviation of ``--init-scale``; "from AdamW" always has the rate
+``--kl-weight``, the initial standard deviation of ``--init-scale`` and the prior ``FanIn(scale)`` with
+``--prior-scale``. ``--bfloat16`` is mixed precision, for all methods. "From AdamW" always has the rate
 0.03 in the second half of the epochs. "AdamW" has the rate 0.001 unless its name has another, and "IVON"
 (``pip install ivon-opt``) 0.2 and the initial Hessian 0.1, or as its name has; both fall along a cosine.
 What the file of results has is not measured again; give ``--quick`` a file of its own.
@@ -41,6 +43,8 @@ from pyro_structvi import metrics
 
 NUM_DRAWS = 20
 PRIOR_SCALE = 2**0.5  # of `FanIn`
+INIT_SCALE = 0.01
+POINTS = ("AdamW", "SGD", "IVON")  # how names of methods without a guide begin
 
 
 # ---- methods -------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
         partial(ps.MeanFieldGuide, local_reparam="exact"), kl_weight="annealed"
     ),
 }
-OTHERS = ("IVON", "rate", "temperature")
+OTHERS = ("IVON", "SGD", "rate", "temperature")
 OWN = [name for name in METHODS if not any(word in name for word in OTHERS)]
 
 
@@ -206,9 +210,9 @@ def main() -> None:
     parser.add_argument("--num-train", type=int, help="how many of the first images or texts")
     parser.add_argument("--size", type=int, help="of images, which are averaged down to it")
     parser.add_argument("--foreign", type=Path, help="an .npz file whose test images to detect")
-    parser.add_argument("--kl-weight", type=float, default=0.01)
+    parser.add_argument("--kl-weight", type=float, default=0.02)
     parser.add_argument("--lr", type=float, help="of guides; default: that of `fit`")
-    parser.add_argument("--init-scale", type=float, default=0.01, help="of guides")
+    parser.add_argument("--init-scale", type=float, default=INIT_SCALE, help="of guides")
     parser.add_argument(
         "--prior-scale",
         type=float,
@@ -231,20 +235,33 @@ def main() -> None:
     foreign = None if foreign is None else foreign.to(options.device)
     results = ResultsFile(options.output, DEEP_NETS)
     for seed, name in product(range(options.seeds), options.method or OWN):
-        pixels = "" if options.size is None else f" of {options.size} x {options.size}"
-        kind = "images" if options.net not in VOCABULARY else "texts"
-        recipe = f"{len(data[0])} {kind}{pixels}, {options.epochs} epochs"
-        recipe += f", KL weight {options.kl_weight:g}"
-        recipe += "" if options.lr is None else f", rate {options.lr:g}"
-        recipe += "" if options.init_scale == 0.01 else f", initial scale {options.init_scale:g}"
-        if options.prior_scale != PRIOR_SCALE:
-            recipe += f", prior scale {options.prior_scale:g}"
-        recipe += ", bfloat16" if options.bfloat16 else ""
-        if not results.has(options.net, recipe, name, str(seed)):
+        key = (options.net, recipe_of(len(data[0]), options), label_of(name, options), str(seed))
+        if not results.has(*key):
             torch.manual_seed(seed)
-            row = measure(METHODS[name], data, test, foreign, options)
-            results.add((options.net, recipe, name, str(seed), *row))
+            results.add((*key, *measure(METHODS[name], data, test, foreign, options)))
     print(deep_nets_table(results.rows))
+
+
+def recipe_of(num_train: int, options: argparse.Namespace) -> str:
+    """Return the settings of all methods."""
+    kind = "images" if options.net not in VOCABULARY else "texts"
+    pixels = "" if options.size is None else f" of {options.size} x {options.size}"
+    precision = ", bfloat16" if options.bfloat16 else ""
+    return f"{num_train} {kind}{pixels}, {options.epochs} epochs{precision}"
+
+
+def label_of(name: str, options: argparse.Namespace) -> str:
+    """Return the name of a method, with the settings of guides."""
+    if name.startswith(POINTS):
+        return name
+    settings = [] if "whole KL" in name else [f"KL weight {options.kl_weight:g}"]
+    if options.lr is not None:
+        settings.append(f"rate {options.lr:g}")
+    if options.init_scale != INIT_SCALE:
+        settings.append(f"initial scale {options.init_scale:g}")
+    if options.prior_scale != PRIOR_SCALE:
+        settings.append(f"prior scale {options.prior_scale:g}")
+    return ", ".join([name, *settings])
 
 
 def measure(
