@@ -36,10 +36,9 @@ class StructuredAdam(torch.optim.Optimizer):
     as its unit if it has two dimensions, and 0.1 otherwise.
 
     The moves of the layers of a net may add up in its output. In a model of more than three wide
-    weights, with a fan-in above 50, their rates are multiplied by ``3 / number``. Weights without a
-    posterior count, too, and all parameters without a posterior have this factor. The logarithms of all
-    posteriors, most of them of scales, have the factor ``(3 / number)**2.5``, at least 0.005: noise
-    that grows before the means are trained keeps a deep net from training.
+    weights, with a fan-in above 50, all rates are multiplied by ``3 / number``. Weights without a
+    posterior count, too. Logarithms, which are of scales, have the factor ``(3 / number)**2.5``, at
+    least 0.005: noise that grows before the means are trained keeps a deep net from training.
 
     The mean of a posterior :math:`\mu + A e` with correlations makes a second move in the coordinates of
     the noise e:
@@ -120,12 +119,9 @@ class StructuredAdam(torch.optim.Optimizer):
             unit, steps, factor = _unit_of_point(value), 0.0, share
             if value in held:
                 posterior, name = held[value]
-                family, site = posterior.family, posterior.site
-                unit = family.unit(site, name, value)
-                steps = warm_up if name in family.delayed else 0.0
-                is_wide, is_logarithm = site.is_wide, "log_" in name
-                factor = share if is_wide else 1.0
-                if is_logarithm:
+                unit = posterior.family.unit(posterior.site, name, value)
+                steps = warm_up if name in posterior.family.delayed else 0.0
+                if "log_" in name:
                     factor = max(LEAST, share**LOGARITHMS)
             groups[unit, steps, factor].append(value)
         own = [

@@ -246,14 +246,13 @@ def deep_guide(make_guide, num_weights, num_points=0, width=56):
     ],
 )
 def test_rates_fall_with_the_number_of_wide_weights(num_weights, num_points, width, share):
-    """Rates of scales fall faster; means of narrow weights and of biases keep theirs."""
+    """Rates of scales fall faster."""
     guide, named = deep_guide(ps.MeanFieldGuide, num_weights, num_points, width)
     rates = rates_of(ps.StructuredAdam([value for _, value in named], guide, lr=1.0))
     for name, value in named:
         if "posteriors" in name:
-            of_mean = 0.25 * (share if "weight" in name else 1.0)
             of_scale = max(0.005, share**2.5)
-            expected = of_scale if name.endswith("log_scale") else of_mean
+            expected = of_scale if name.endswith("log_scale") else share * 0.25
         else:
             expected = share * (0.5 if value.dim() > 1 else 0.1)
         assert rates[value] == pytest.approx(expected), name
