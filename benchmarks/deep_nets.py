@@ -276,7 +276,8 @@ def measure(
     batches = Batches(*data, min(BATCH_SIZES[options.net], len(data[0])))
     kind = data[0].device.type
     start = time.perf_counter()
-    with torch.autocast(kind, torch.bfloat16, enabled=options.bfloat16):
+    # Its cache would hold casts of the initial weights.
+    with torch.autocast(kind, torch.bfloat16, enabled=options.bfloat16, cache_enabled=False):
         predict = method(net, batches, options)
     if kind == "cuda":
         torch.cuda.synchronize()
