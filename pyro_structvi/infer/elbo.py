@@ -180,6 +180,8 @@ class StructuredELBO(ELBO):
         Raises:
             ValueError: If a latent site of the model is missing in the guide.
         """
+        # Within one block of autocast, torch would use the casts of the weights of the last step.
+        torch.clear_autocast_cache()
         if self.estimator != "draws":
             bounds = self.estimator == "bound"
             terms = expected_terms(model, guide, args, kwargs, bounds)

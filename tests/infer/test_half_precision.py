@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
 from torch import nn
 
 import pyro_structvi as ps
@@ -117,3 +118,26 @@ def test_what_was_formed_in_half_precision_is_formed_anew():
     expected = (2 * scales.double()).exp().sum()
     torch.testing.assert_close(in_single(q).variance_sum.double(), expected, rtol=1e-6, atol=0)
     assert q.variance_sum.dtype == HALF
+
+
+@pytest.mark.parametrize("prior", [1.0, {"2.*": 1.0, "*": None}])
+@pytest.mark.parametrize("how", [False, "traced", "SVI"])
+def test_no_step_in_a_block_of_autocast_uses_casts_of_old_weights(prior, how):
+    """As torch does with its cache, for weights without a posterior and the means of layers."""
+    x = torch.randn(12, 3)
+
+    def train(cache_enabled):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+        model = ps.Regressor(ps.bayesianize(net, prior=prior), 12, 0.3)
+        guide = ps.MeanFieldGuide(model)
+        with torch.autocast("cpu", HALF, cache_enabled=cache_enabled):
+            if how == "SVI":
+                svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), ps.StructuredELBO())
+                return [svi.step(x, x[:, :1]) for _ in range(20)]
+            options = {"num_steps": 20, "compiled": how, "progress": False}
+            losses = ps.fit(model, guide, (x, x[:, :1]), **options).elbo
+            return [*losses, *guide.to_net()(x).flatten().tolist()]
+
+    assert train(cache_enabled=True) == train(cache_enabled=False)

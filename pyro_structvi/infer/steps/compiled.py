@@ -50,7 +50,6 @@ class EagerStep:
         """
         weight = self.loss.elbo.current_kl_weight
         self.optimizer.check_rates()
-        torch.clear_autocast_cache()
         try:
             with ONE_THREAD, self._modules.buffers_kept_on_error():
                 loss, likelihood, kl, _ = self.take(args, kwargs)
@@ -59,8 +58,7 @@ class EagerStep:
             self.optimizer.forget_gradients()
             raise
         finally:
-            # Within one block of autocast, torch would use the casts of a step's weights from then on.
-            torch.clear_autocast_cache()
+            torch.clear_autocast_cache()  # of the weights before the update
         self.loss.elbo.advance()
         return StepTerms(loss, likelihood, kl, weight)
 
