@@ -136,8 +136,9 @@ def test_no_step_in_a_block_of_autocast_uses_casts_of_old_weights(prior, how):
             if how == "SVI":
                 svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), ps.StructuredELBO())
                 return [svi.step(x, x[:, :1]) for _ in range(20)]
-            options = {"num_steps": 20, "compiled": how, "progress": False}
+            options = {"num_steps": 20, "lr": lambda step: 0.1, "compiled": how, "progress": False}
             losses = ps.fit(model, guide, (x, x[:, :1]), **options).elbo
-            return [*losses, *guide.to_net()(x).flatten().tolist()]
+            with guide.sampled():
+                return [*losses, *model.net(x).flatten().tolist()]
 
     assert train(cache_enabled=True) == train(cache_enabled=False)
