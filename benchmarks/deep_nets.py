@@ -187,6 +187,7 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
     "k-tied 2": by_guide(partial(ps.KTiedGuide, local_reparam="exact")),
     "k-tied 2 from AdamW": from_adamw(partial(ps.KTiedGuide, local_reparam="exact")),
     "matrix normal": by_guide(partial(ps.MatrixNormalGuide, local_reparam="exact")),
+    "low rank 2": by_guide(partial(ps.LowRankGuide, rank=2, local_reparam="exact")),
     "eigenbasis": by_guide(partial(ps.EigenbasisGuide, local_reparam="exact")),
     "mean field, whole KL": by_guide(
         partial(ps.MeanFieldGuide, local_reparam="exact"), kl_weight="annealed"

@@ -20,8 +20,8 @@ from pyro_structvi.structures.low_rank import LowRank
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's
-SHALLOW = 3  # a number of wide weights above which steps are shorter
-LOGARITHMS = 2.5  # the power of that factor for logarithms, above the least factor
+SHALLOW = 4  # a number of wide weights above which steps are shorter
+LOGARITHMS = 3.0  # the power of that factor for logarithms, above the least factor
 LEAST = 0.005
 
 
@@ -35,9 +35,9 @@ class StructuredAdam(torch.optim.Optimizer):
     ``1 / sqrt(n)`` and ``3 / n``. A parameter without a posterior has the root mean square of its start
     as its unit if it has two dimensions, and 0.1 otherwise.
 
-    The moves of the layers of a net may add up in its output. In a model of more than three wide
-    weights, with a fan-in above 50, all rates are multiplied by ``3 / number``. Weights without a
-    posterior count, too. Logarithms, which are of scales, have the factor ``(3 / number)**2.5``, at
+    The moves of the layers of a net may add up in its output. In a model of more than four wide
+    weights, with a fan-in above 50, all rates are multiplied by ``4 / number``. Weights without a
+    posterior count, too. Logarithms, which are of scales, have the factor ``(4 / number)**3``, at
     least 0.005: noise that grows before the means are trained keeps a deep net from training.
 
     The mean of a posterior :math:`\mu + A e` with correlations makes a second move in the coordinates of
