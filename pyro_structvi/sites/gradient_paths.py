@@ -1,6 +1,6 @@
 """Dependence of observations on weights and on other examples, traced through a model."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -20,6 +20,8 @@ from pyro_structvi.sites.finding import (
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 
+_ROUNDING = 1000  # units of the last digit, by which sums over examples may differ
+
 Value = Callable[[str, Tensor], Tensor]  # from a site and a leaf of the graph to its value
 
 
@@ -32,8 +34,8 @@ def trace_gradient_paths(
     """Record in ``uses`` which weights must be sampled for gradients, and whether examples interact.
 
     A run with placeholders shows which weights receive gradients of the observations; if some receive
-    none, a run with ordinary weights shows whether the placeholder is the reason. A run on the same
-    samples with another first row of each layer's outputs shows whether other examples depend on it.
+    none, a run with ordinary weights shows whether the placeholder is the reason. Runs on the same
+    samples with other outputs of half of the examples show whether log densities are sums over examples.
     Batch normalizations use their running statistics here.
     """
     values: dict[str, Tensor] = {}
@@ -59,12 +61,14 @@ def trace_gradient_paths(
     changed = [
         name
         for name, use in uses.items()
-        if use.local_reparam is not True or not use.has_unknown_rows  # which a warning names
-    ]
-    if any(uses[name].allows_outputs for name in changed):
-        meet = plain.differs(run(partial(_ProbedWeight, changed=changed)), 1)
-        for use in uses.values():
-            use.examples_interact |= meet
+        if use.allows_outputs and not (use.local_reparam is True and use.has_unknown_rows)
+    ]  # a warning names those with unknown rows
+    if changed:
+        halves = [run(partial(_ProbedWeight, changed=changed, half=half)) for half in (0, 1)]
+        if plain.is_changed_by_each(halves):
+            both = run(partial(_ProbedWeight, changed=changed, half=None))
+            for use in uses.values():
+                use.examples_interact |= not plain.is_sum_of_changes(halves, both)
 
 
 def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) -> None:
@@ -73,7 +77,7 @@ def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) 
     def with_another(other: str) -> _Probe:
         return run(lambda name, leaf: 1.5 * leaf if name == other else leaf.clone())
 
-    wrong = [name for name in sorted(names) if drawn.differs(with_another(name), 0)]
+    wrong = [name for name in sorted(names) if drawn.differs_from(with_another(name))]
     if wrong:
         raise RuntimeError(
             f"The observations depend on the sites {wrong}, and no gradient leads back to them: the "
@@ -98,7 +102,7 @@ class _Probe(ValuesWithoutDraws):
         value = self.values.setdefault(name, msg["value"].detach())
         if SiteRole.of(msg).is_observation:
             log_prob = _log_prob(msg["fn"], value).nan_to_num()
-            self.log_probs[name] = log_prob.reshape(log_prob.shape[:1].numel(), -1)
+            self.log_probs[name] = log_prob.flatten()
         elif not msg["is_observed"] and not site_is_subsample(msg):
             leaf = value.detach().requires_grad_()
             self._leaves[id(leaf)] = name
@@ -117,10 +121,33 @@ class _Probe(ValuesWithoutDraws):
         self.reached = {name for leaf, name in self._leaves.items() if leaf in ends}
         self.log_probs = {name: value.detach() for name, value in self.log_probs.items()}
 
-    def differs(self, other: Self, first: int) -> bool:
-        """Whether log densities of another run differ, from example ``first`` on."""
-        pairs = ((value, other.log_probs[name]) for name, value in self.log_probs.items())
-        return any(bool((own != others)[first:].any()) for own, others in pairs)
+    @property
+    def flat(self) -> Tensor:
+        """The log densities of all observations, with digits for their sums."""
+        return torch.cat([
+            torch.zeros(0),
+            *(each.cpu() for each in self.log_probs.values()),
+        ]).double()
+
+    def differs_from(self, other: Self) -> bool:
+        """Whether log densities of another run differ."""
+        return bool((self.flat != other.flat).any())
+
+    def is_changed_by_each(self, others: Sequence[Self]) -> bool:
+        """Whether a log density differs from that of each other run."""
+        changed = [self.flat != other.flat for other in others]
+        return bool(torch.stack(changed).all(0).any())
+
+    def is_sum_of_changes(self, halves: Sequence[Self], both: Self) -> bool:
+        """Whether the changes of two runs add up to that of a run with both.
+
+        The expectation of such a log density needs the distribution of one example at a time.
+        """
+        first, second = (half.flat for half in halves)
+        rounding = _ROUNDING * max(torch.finfo(each.dtype).eps for each in self.log_probs.values())
+        sizes = torch.stack([each.flat.abs() for each in (self, *halves, both)]).amax(0)
+        excess = first + second - self.flat - both.flat
+        return bool((excess.abs() <= rounding * sizes).all())  # not where it is NaN
 
 
 def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
@@ -134,14 +161,18 @@ def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
 
 
 class _ProbedWeight(WeightPlaceholder):
-    """A placeholder with a known weight, whose outputs may be changed in the first row."""
+    """A placeholder with a known weight, whose outputs may be changed in half of the rows or in all."""
 
     _value: Tensor
     _changes: bool
+    _half: int | None
 
-    def __new__(cls, name: str, value: Tensor, changed: Collection[str]) -> Self:
+    def __new__(
+        cls, name: str, value: Tensor, changed: Collection[str], half: int | None = None
+    ) -> Self:
         weight = cls._make(value, value.shape, SiteUse(name))
-        weight._value, weight._changes = value.clone(), name in changed  # a model may write into it
+        weight._value = value.clone()  # a model may write into it
+        weight._changes, weight._half = name in changed, half
         return weight
 
     def draw(self) -> Tensor:
@@ -152,14 +183,24 @@ class _ProbedWeight(WeightPlaceholder):
             return self._changed(call.shape_outputs(self._value[call.indices]))
         if isinstance(call, FactorApplication):
             return self._changed(call.function(call.x, self._value))
-        linear_map, x, _, bias, arrangement = call
-        stack = 0 if arrangement is None else arrangement.stack
+        linear_map, x, _, bias, _ = call
         matrix = call.matrix_of(self._value)
-        return self._changed(linear_map(as_drawn(x), matrix, as_drawn(bias)), stack)
+        return self._changed(linear_map(as_drawn(x), matrix, as_drawn(bias)))
 
-    def _changed(self, outputs: Tensor, stack: int = 0) -> Tensor:
+    def _changed(self, outputs: Tensor) -> Tensor:
         if not self._changes:
             return outputs
-        changed, row = outputs.clone(), (0,) * (stack + 1)
-        changed[row] = 2 * outputs[row].abs() + 1
-        return changed
+        changed = 2 * outputs.abs() + 1
+        if self._half is None:
+            return changed
+        is_second = _is_in_second_half(outputs.shape[:1].numel()).to(outputs.device)
+        rows = is_second if self._half else ~is_second
+        return torch.where(rows.reshape(-1, *[1] * (outputs.dim() - 1)), changed, outputs)
+
+
+def _is_in_second_half(size: int) -> Tensor:
+    """Divide rows by the Thue-Morse sequence, which divides pairs of neighbours and of equal halves."""
+    found = torch.zeros(1, dtype=torch.bool)
+    while len(found) < size:
+        found = torch.cat([found, ~found])
+    return found[:size]

@@ -152,6 +152,74 @@ def test_the_weights_are_drawn_and_the_report_says_so(local_reparam):
     assert own == ps.StructuredELBO().terms(model, guide, *data).elbo
 
 
+def shared_noise(mean, y):
+    covariance = 0.1 * torch.eye(len(y)) + 1.0
+    pyro.sample("obs", dist.MultivariateNormal(mean, covariance), obs=y)
+
+
+def centered(mean, y):
+    pyro.sample("obs", dist.Normal(mean - mean.mean(), 0.3).to_event(1), obs=y)
+
+
+def penalized(mean, y):
+    pyro.factor("obs", -((mean - mean.mean() - y) ** 2).sum())
+
+
+def kernel(mean, y):
+    covariance = 0.1 * torch.eye(len(y)) + (-((mean - mean[:, None]) ** 2)).exp()
+    pyro.sample("obs", dist.MultivariateNormal(torch.zeros_like(y), covariance), obs=y)
+
+
+def following(mean, y):
+    following = torch.cat([mean[1:], mean.new_zeros(1)])
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.Normal(mean - following, 0.3), obs=y)
+
+
+def all_but_the_first(mean, y):
+    others = mean[1:] - mean[1:].mean()
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.Normal(torch.cat([mean[:1], others]), 0.3), obs=y)
+
+
+def one_task(mean, y):
+    with pyro.plate("tasks", 1, dim=-2), pyro.plate("data", len(y), dim=-1):
+        pyro.sample("obs", dist.Normal(mean - mean.mean(), 0.3), obs=y)
+
+
+def summed(mean, y):
+    pyro.factor("obs", -((mean - y) ** 2).sum())
+
+
+def observe(likelihood, local_reparam):
+    """Return the mean log likelihood over particles, and whether outputs may be sampled."""
+
+    def model(x, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        likelihood(nn.functional.linear(x, weight).squeeze(-1), y)
+
+    torch.manual_seed(0)
+    x, y = 2 + 0.3 * torch.randn(6, 3), torch.randn(6)
+    guide = ps.MeanFieldGuide(model, init_scale=0.5, local_reparam=local_reparam)
+    guide.initialize(x, y)
+    torch.manual_seed(1)
+    terms = ps.StructuredELBO(num_particles=4).terms(model, guide, x, y)
+    return terms.log_likelihood["obs"], guide.uses["weight"].allows_outputs
+
+
+TOGETHER = [shared_noise, centered, penalized, kernel, following, all_but_the_first, one_task]
+
+
+@pytest.mark.parametrize("likelihood", TOGETHER)
+@pytest.mark.parametrize("local_reparam", [True, "exact"])
+def test_a_likelihood_of_several_examples_together_has_a_drawn_weight(likelihood, local_reparam):
+    assert observe(likelihood, local_reparam)[0] == observe(likelihood, False)[0]
+
+
+def test_a_sum_over_examples_has_drawn_outputs():
+    assert observe(summed, "exact")[1]
+
+
 def test_runs_that_are_compared_have_the_same_random_numbers_of_python():
     class Dropping(nn.Linear):
         def forward(self, x):
