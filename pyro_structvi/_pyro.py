@@ -226,6 +226,28 @@ def stored_parameter(name: str) -> Tensor | None:
     return parameter
 
 
+def parameter_names(module: nn.Module) -> list[str]:
+    """Return the names under which a PyroModule shows its plain parameters in the param store."""
+    if not isinstance(module, PyroModule):
+        return []
+    return [module._pyro_get_fullname(name) for name in module._parameters]
+
+
+def module_parameter(name: str, args: tuple[Any, ...]) -> nn.Parameter | None:
+    """Return the parameter that a ``pyro.param`` with these arguments reads, as one of a module.
+
+    A module that ``pyro.module`` shows uses its own. The store has any other, as a tensor.
+    """
+    stored = args[1] if "$$$" in name and len(args) > 1 else stored_parameter(name)
+    if stored is None or isinstance(stored, nn.Parameter):
+        return stored
+    parameter = nn.Parameter(stored.detach())
+    _PYRO_PARAM_STORE._param_to_name.pop(stored, None)
+    _PYRO_PARAM_STORE._params[name] = parameter
+    _PYRO_PARAM_STORE._param_to_name[parameter] = name
+    return parameter
+
+
 # ---- optimizers ---------------------------------------------------------------------------------------
 
 

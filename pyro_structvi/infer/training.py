@@ -37,6 +37,7 @@ from pyro_structvi.infer.elbo import CosineDecay, LinearAnnealing, Schedule, Str
 from pyro_structvi.infer.steps.engines import Compiled, engine_of_fit, may_change_modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import History, Loss, StepTerms
+from pyro_structvi.infer.stored_parameters import add_stored_parameters
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.validation import Measurements, Validation
 from pyro_structvi.sites.structured import StructuredGuide
@@ -78,7 +79,7 @@ def fit(
     on several devices.
 
     Args:
-        model: The model; its point-estimated parameters are trained along.
+        model: The model; its point-estimated parameters are trained along, those of ``pyro.param`` too.
         guide: The guide, a module.
         data: Tensors ``(x, y)`` with the example as first dimension; or a ``Dataset``; or an
             iterable of mini-batches such as a ``DataLoader``. A batch is a tuple of the model's
@@ -146,6 +147,7 @@ def fit(
     with _training_mode(model, guide):
         args, kwargs = feed.peek()
         initialize(guide, args, kwargs)
+        add_stored_parameters(loss, args, kwargs)
         _check_local_sites(guide, len(loader))
         warn_of_first_batch(loss.parts, args, kwargs, len(loader), num_examples(loader))
         made = make_optimizer(optimizer, guide, [*loss.trained.values()], lr, total)

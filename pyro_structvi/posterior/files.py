@@ -41,7 +41,8 @@ def save(
 
     Args:
         path: The path of the file.
-        model: The model. A function has no state.
+        model: The model. A function has no state; ``pyro.get_param_store().save`` writes the parameters
+            that it reads by ``pyro.param``.
         guide: The guide.
         frozen: Whether to write frozen parameters. False keeps a large base out of the file, which has
             only digests of its bytes; :func:`load` refuses another base.

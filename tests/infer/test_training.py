@@ -68,7 +68,7 @@ def test_mini_batches_visit_each_example_once_an_epoch(monkeypatch):
     guide.initialize(x, y)
     seen.clear()
     ps.fit(model, guide, (x, y), num_epochs=1, batch_size=10, progress=False)
-    del seen[:PRIOR_DRAWS]  # which runs of the prior have seen
+    del seen[: 1 + PRIOR_DRAWS]  # which runs of the prior have seen
     assert [len(batch) for batch in seen] == [10, 10, 5]
     assert torch.equal(torch.cat(seen).sort(0).values, x)
     assert not torch.equal(torch.cat(seen), x)

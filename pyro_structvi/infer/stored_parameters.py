@@ -1,0 +1,47 @@
+"""Parameters that a program reads by ``pyro.param``, which no module of model or guide has."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import pyro.poutine as poutine
+from torch import nn
+
+from pyro_structvi._pyro import module_parameter, parameter_names
+from pyro_structvi.infer.steps.step import Loss
+from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
+from pyro_structvi.sites.site_posterior import module_key
+from pyro_structvi.sites.structured import StructuredGuide
+
+
+class StoredParameters(nn.Module):
+    """Parameters that no module of model or guide has, by their names in Pyro's param store."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(module_key(name), parameter)
+
+
+def add_stored_parameters(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run model and guide once, and add the parameters to a loss that only Pyro's store has."""
+    model, guide = loss.parts
+    met = poutine.trace(param_only=True)
+    with trial_run(model), separate_randomness(), met, ValuesWithoutDraws():
+        with suppress(ValueError, RuntimeError):  # which the first step words
+            model(*args, **kwargs)
+            if not isinstance(guide, StructuredGuide):  # which owns its parameters
+                guide(*args, **kwargs)
+    # A module uses its own parameters, also where the store has a former module's under their names.
+    own = {name for module in loss.modules() for name in parameter_names(module)}
+    known = {id(parameter) for parameter in loss.parameters()}
+    found = {
+        name: module_parameter(name, site["args"])
+        for name, site in met.trace.nodes.items()
+        if site["type"] == "param" and name not in own
+    }
+    new = {
+        name: value for name, value in found.items() if value is not None and id(value) not in known
+    }
+    if new:
+        loss.add_module("stored", StoredParameters(new))
