@@ -24,14 +24,16 @@ class StoredParameters(nn.Module):
 
 
 def add_stored_parameters(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run model and guide once, and add the parameters to a loss that only Pyro's store has."""
+    """Run model and guide once, and add the parameters to a loss that only Pyro's store has.
+
+    An error comes again in the first step, which words it.
+    """
     model, guide = loss.parts
-    met = poutine.trace(param_only=True)
-    with trial_run(model), separate_randomness(), met, ValuesWithoutDraws():
-        with suppress(ValueError, RuntimeError):  # which the first step words
-            model(*args, **kwargs)
-            if not isinstance(guide, StructuredGuide):  # which owns its parameters
-                guide(*args, **kwargs)
+    met, later = poutine.trace(param_only=True), suppress(ValueError, RuntimeError)
+    with later, trial_run(model), separate_randomness(), met, ValuesWithoutDraws():
+        model(*args, **kwargs)
+        if not isinstance(guide, StructuredGuide):  # which owns its parameters
+            guide(*args, **kwargs)
     # A module uses its own parameters, also where the store has a former module's under their names.
     own = {name for module in loss.modules() for name in parameter_names(module)}
     known = {id(parameter) for parameter in loss.parameters()}
