@@ -15,6 +15,7 @@ from torch.distributions.utils import lazy_property
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, brief, checked, shape_text
+from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
 from pyro_structvi.linalg.quadrature import bisect
@@ -190,7 +191,7 @@ def predict(
         TypeError: If ``posterior`` is neither a guide nor draws, or an input is a number.
         ValueError: If lengths differ, the observed site is ambiguous, the sites of ``posterior`` are not
             the model's global sites, ``batch_statistics`` are given for a model without batch
-            normalization, or mini-batches return tensors without the examples first.
+            normalization, or mini-batches have observations or outputs without the examples first.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -209,6 +210,8 @@ def predict(
     with ONE_THREAD, evaluation_mode(model, differentiable), bar:
         passes = Passes(model, posterior, batches, site, reader, max_memory, batch_statistics)
         for done in passes.run(total):
+            if batch_size is not None:
+                _check_examples(done.outputs["mean"][0], batches[done.batch][0])
             kept[done.batch].append(reader.kept(done.outputs, averages[done.batch].count))
             averages[done.batch].add(done.outputs)
             if done.batch == len(batches) - 1:
@@ -216,6 +219,17 @@ def predict(
     moments = [own.result(reader.entropy) for own in averages]
     joined: dict[str, Any] = {name: torch.cat([m[name] for m in moments]) for name in moments[0]}
     return Prediction(**joined | reader.draws(kept), num_samples=total)
+
+
+def _check_examples(mean: Tensor, args: tuple[Any, ...]) -> None:
+    """Raise unless the observations of a mini-batch have the examples first, which are joined there."""
+    size = next((len(value) for value in nested_tensors(args)), len(mean))
+    if len(mean) != size:
+        raise ValueError(
+            "With `batch_size`, the observations of the model must have the examples as first "
+            f"dimension, {size} in a mini-batch, but have the shape {shape_text(mean.shape)}. Leave "
+            "`batch_size` out, or put the plate of the examples to the left of other plates."
+        )
 
 
 def one_or_several(inputs: tuple[Any, ...]) -> Any:

@@ -203,3 +203,18 @@ def test_a_wrapped_model_is_evaluated_like_a_bare_one():
     assert prediction.function_variance.max() < 1e-10
     assert torch.equal(model.net[1].running_mean, before)
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_mini_batches_with_the_examples_in_another_dimension_are_refused(stream):
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        with pyro.plate("tasks", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
+            pyro.sample("obs", dist.Normal(weight @ x.T, 0.1), obs=y)
+
+    guide = ps.MeanFieldGuide(model)
+    x = torch.ones(6, 2)
+    guide.initialize(x, torch.zeros(3, 6))
+    assert ps.predict(model, guide, x, num_samples=2, stream=stream).mean.shape == (3, 6)
+    with pytest.raises(ValueError, match=r"2 in a mini-batch, but have the shape \(3, 2\)"):
+        ps.predict(model, guide, x, num_samples=2, batch_size=2, stream=stream)
