@@ -206,6 +206,8 @@ class StructuredAdam(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         posteriors = {mean: self._correlated[mean]() for each in means for mean in each}
+        if not posteriors:  # all means are frozen
+            return
         with torch.enable_grad():
             noises = {
                 mean: mean.new_zeros(q.batch_shape + q.noise_shape).requires_grad_()

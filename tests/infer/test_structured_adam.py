@@ -481,3 +481,16 @@ def test_scaled_gradients_are_divided_by_their_scale():
         return snapshot(guide)
 
     torch.testing.assert_close(train([64.0, 8192.0, 1.0]), train(None), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make_guide", [ps.RowwiseGuide, ps.InducingWeightGuide])
+def test_frozen_means_stay_where_they_are(make_guide):
+    model, guide = make(make_guide)
+    frozen = {name: value for name, value in guide.named_parameters() if name.endswith("loc")}
+    for value in frozen.values():
+        value.requires_grad_(False)
+    before = snapshot(guide)
+    ps.fit(model, guide, regression_data(), num_steps=3, progress=False)
+    moved = {name for name, value in snapshot(guide).items() if not torch.equal(value, before[name])}
+    assert moved
+    assert not moved & frozen.keys()
