@@ -491,6 +491,8 @@ def test_frozen_means_stay_where_they_are(make_guide):
         value.requires_grad_(False)
     before = snapshot(guide)
     ps.fit(model, guide, regression_data(), num_steps=3, progress=False)
-    moved = {name for name, value in snapshot(guide).items() if not torch.equal(value, before[name])}
+    moved = {
+        name for name, value in snapshot(guide).items() if not torch.equal(value, before[name])
+    }
     assert moved
     assert not moved & frozen.keys()
