@@ -227,8 +227,8 @@ def stored_parameter(name: str) -> Tensor | None:
 
 
 def parameter_names(module: nn.Module) -> list[str]:
-    """Return the names under which a PyroModule shows its plain parameters in the param store."""
-    if not isinstance(module, PyroModule):
+    """Return the names under which a PyroModule has shown its plain parameters in the param store."""
+    if not isinstance(module, PyroModule) or not was_called(module):
         return []
     return [module._pyro_get_fullname(name) for name in module._parameters]
 

@@ -33,8 +33,15 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stable_root(covariance: Tensor) -> Tensor:
-    """Return a Cholesky factor with jitter, factored in double precision."""
-    return stable_cholesky(covariance.double())[0].to(covariance)
+    """Return a Cholesky factor with jitter, factored in double precision.
+
+    The factor of a covariance of zero, such as that of outputs at an input of zero, is zero without a
+    gradient, as :func:`floored_sqrt` has it.
+    """
+    double = covariance.double()
+    is_zero = double.diagonal(dim1=-2, dim2=-1).amax(-1) <= torch.finfo(double.dtype).tiny
+    tril, _ = stable_cholesky(add_to_diagonal(double, is_zero.double()))
+    return tril.masked_fill(is_zero[..., None, None], 0.0).to(covariance)
 
 
 def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:

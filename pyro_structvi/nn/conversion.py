@@ -25,6 +25,7 @@ from pyro_structvi._torch import (
     unlisted_weights,
     without_compiler,
 )
+from pyro_structvi.nn.padding import keep_padding_rows
 from pyro_structvi.nn.priors import (
     Prior,
     TiedPrior,
@@ -64,7 +65,8 @@ def bayesianize(
 
     The given net does not change. Its weights are shared as initial means of a guide, and its frozen
     parameters as buffers: a large frozen base takes its memory once, and loading a state dict writes
-    into it. A weight shared by several modules becomes one site. Priors are buffers.
+    into it. A weight shared by several modules becomes one site. Priors are buffers. An embedding with a
+    ``padding_idx`` keeps that row, unless another module shares its weight.
 
     Args:
         net: Any module; the result of ``torch.compile`` is unwrapped.
@@ -383,6 +385,7 @@ def _copy_with_sites(
         if inside is not module and id(module) not in memo:
             memo[id(module)] = copy.deepcopy(inside, memo)
     bayes_net: Any = copy.deepcopy(net, memo)
+    keep_padding_rows(bayes_net, priors)
     with unlisted_weights(bayes_net):
         for module in bayes_net.modules():
             if not isinstance(module, PyroModule):

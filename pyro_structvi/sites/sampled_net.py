@@ -14,6 +14,7 @@ from pyro_structvi._checks import Count, brief, checked, shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
 from pyro_structvi._torch import remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
+from pyro_structvi.nn.padding import ROW, has_padding_row, put_padding, write_padding_row
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
 from pyro_structvi.nn.random_module import PASS_HOOKS, RandomModule, frozen_names, keep_priors_only
 from pyro_structvi.sites.site_posterior import module_key, stack_draws
@@ -248,9 +249,11 @@ def _check_value(name: str, value: Tensor | None, shape: Size | None) -> Tensor:
 
 def _make_plain(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Restore the original class of a module, with parameters in place of sites and buffers."""
-    removed = [*_prior_buffers(module), *frozen_names(module)]
+    write_padding_row(module, parameters)
+    padding = [ROW] if has_padding_row(module) else []
+    removed = [*_prior_buffers(module), *frozen_names(module), *padding]
     samples, is_plain = [*declared_samples(module)], "parameter_names" in vars(module)
-    remove_hooks(module, (*PASS_HOOKS, keep_priors_only))
+    remove_hooks(module, (*PASS_HOOKS, keep_priors_only, put_padding))
     for name in _ADDED:
         vars(module).pop(name, None)
     make_plain_module(module)

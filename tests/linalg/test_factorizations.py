@@ -8,6 +8,7 @@ from pyro_structvi.linalg.factorizations import (
     add_to_diagonal,
     log_det,
     stable_cholesky,
+    stable_root,
 )
 from pyro_structvi.linalg.matrices import KroneckerLogDet, KroneckerQuadratic
 from pyro_structvi.structures.inducing.outputs import OrthonormalRows
@@ -48,6 +49,15 @@ def test_each_matrix_takes_the_smallest_jitter_that_works():
     # A look at numbers would wait for another device; on `meta` there are none.
     tril, jitter = stable_cholesky(torch.eye(3, device="meta").expand(2, 3, 3))
     assert (tril.shape, jitter.shape) == ((2, 3, 3), (2,))
+
+
+def test_the_root_of_a_zero_covariance_is_zero():
+    covariance = torch.stack([torch.zeros(3, 3), positive_definite(size=3)]).requires_grad_()
+    root = stable_root(covariance)
+    close(root @ root.mT, covariance)
+    root.sum().backward()
+    assert not covariance.grad[0].any()
+    assert covariance.grad[1].any()
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])

@@ -374,3 +374,18 @@ def test_a_step_by_moments_draws_no_weight(x):
     message = r"A pass uses the weights .*inner\.weight.* more than once, .*moments count each use"
     with pytest.warns(MomentsWarning, match=message):
         ps.predict_moments(model, guide, x)
+
+
+def test_classes_without_variance_have_their_probabilities():
+    net = ps.bayesianize(torch.nn.Linear(2, 3, bias=False), prior=1.0)
+    model = ps.Classifier(net, 2)
+    guide, x, y = (
+        ps.MeanFieldGuide(model),
+        torch.tensor([[0.0, 0.0], [1.0, 0.0]]),
+        torch.tensor([0, 1]),
+    )
+    prediction = ps.predict_moments(model, guide, x, y=y)
+    torch.testing.assert_close(prediction.mean[0], torch.full((3,), 1 / 3))
+    assert prediction.log_density.isfinite().all()
+    ps.StructuredELBO(estimator="moments").differentiable_loss(model, guide, x, y).backward()
+    assert all(value.grad.isfinite().all() for value in guide.parameters())

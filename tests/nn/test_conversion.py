@@ -273,3 +273,60 @@ def test_a_prior_of_none_leaves_parameters_as_they_are():
     assert set(sites_of(by_function)) == {"2.weight"}
     with pytest.raises(ValueError, match="a `prior` that is not None"):
         ps.bayesianize(net, None)
+
+
+class Bag(nn.Module):
+    """The sum of embedded tokens; their padding has a row that is not zero."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3, padding_idx=-1)
+        self.embedding.weight.data[-1] = 2.0
+        self.head = nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.embedding(input=tokens).sum(1))
+
+
+PADDED = torch.tensor([[0, 4, 4], [1, 2, 3], [4, 4, 4]])
+
+
+@pytest.mark.parametrize("local_reparam", [True, False])
+def test_padding_is_looked_up_as_it_is(local_reparam):
+    seen = []
+    model = ps.Classifier(ps.bayesianize(Bag(), prior={"head.*": None, "*": 1.0}), 3)
+    guide = ps.MeanFieldGuide(model, init_scale=0.5, local_reparam=local_reparam)
+    x, y = PADDED, torch.tensor([0, 1, 2])
+    ps.fit(model, guide, (x, y), num_steps=2, progress=False)
+    model.net.embedding.register_forward_hook(lambda module, args, outputs: seen.append(outputs))
+    ps.StructuredELBO().terms(model, guide, x, y)
+    assert (seen[-1][2] == 2.0).all()
+    assert (seen[-1][1] != 2.0).all()
+    prediction = ps.predict(model, guide, x, num_samples=4)
+    assert prediction.functions[:, 2].unique(dim=0).shape[0] == 1
+    assert (prediction.function_variance[:2] > 0).all()
+    by_moments = ps.predict_moments(model, guide, x)
+    torch.testing.assert_close(by_moments.mean[2], prediction.mean[2])
+
+
+def test_a_plain_net_has_the_row_of_padding():
+    model = ps.Classifier(ps.bayesianize(Bag(), prior=1.0), 3)
+    guide = ps.MeanFieldGuide(model, init_scale=0.5)
+    draw = guide.draw()
+    plain = guide.to_net(draw)
+    assert (plain.embedding.weight[-1] == 2.0).all()
+    assert torch.equal(plain.embedding.weight[:-1], draw["net.embedding.weight"][:-1])
+    assert [*plain.state_dict()] == [*Bag().state_dict()]
+    with guide.sampled(draw):
+        assert torch.equal(plain(PADDED), model.net(PADDED))
+    functions = guide.sample_functions(3)
+    assert functions(PADDED)[:, 1].unique(dim=0).shape[0] == 3
+
+
+def test_a_tied_embedding_has_a_posterior_of_its_row_of_padding():
+    net = ps.bayesianize(Bag(tied=True), prior=1.0)
+    guide = ps.MeanFieldGuide(ps.Classifier(net, 3), init_scale=0.5)
+    with guide.sampled():
+        assert (net.embedding(torch.tensor([4])) != 2.0).all()
