@@ -190,6 +190,8 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Applic
 def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
     if weight.dim() != 2:  # of a vector, torch returns outputs without a dimension
         return None
+    if bias is not None and bias.shape != weight.shape[:1]:  # one element for several outputs
+        return None
     return Application(DenseMap(), input, weight, bias)
 
 

@@ -192,6 +192,13 @@ def test_a_linear_map_draws_the_weight():
         assert before is None or torch.equal(before, weight.draw())
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_bias_that_outputs_share_is_drawn(shape):
+    weight, bias = lazy(narrow_normal(OUT, IN)), lazy(narrow_normal(*shape), "bias")
+    x = torch.randn(5, IN)
+    assert torch.equal(F.linear(x, weight, bias), F.linear(x, weight.draw(), bias.draw()))
+
+
 def test_a_bias_is_drawn_with_its_weight_or_of_an_ordinary_one():
     for weight, exact in ((lazy(local_reparam="exact"), "exact"), (torch.randn(OUT, IN), True)):
         bias, x = lazy(bias_normal(), "bias", local_reparam=exact), torch.randn(5, 2, IN)
