@@ -17,6 +17,7 @@ from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import arguments_of, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.infer.elbo import CosineDecay, StructuredELBO
+from pyro_structvi.infer.stored_parameters import refuse_stored_parameters
 from pyro_structvi.infer.training import (
     Rate,
     TrainedGuide,
@@ -102,6 +103,7 @@ class StructuredModule(LightningModule):
         self.model, self.guide, self.num_samples = model, guide, num_samples
         self._given = elbo, kl_weight, optimizer, lr
         self._elbo: StructuredELBO = objective_of(elbo, kl_weight, 1)
+        self._is_checked = False
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, for each of its steps, the schedule of its rate."""
@@ -127,8 +129,15 @@ class StructuredModule(LightningModule):
             torch.manual_seed(torch.initial_seed() + place)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of a mini-batch, or raise a ``FloatingPointError`` unless it is finite."""
+        """Return the loss of a mini-batch, or raise a ``FloatingPointError`` unless it is finite.
+
+        Raises:
+            ValueError: At the first step, if the model reads a parameter by ``pyro.param``.
+        """
         args, kwargs = arguments_of(batch, None)
+        if not self._is_checked:
+            refuse_stored_parameters(self.model, self.guide, args, kwargs)
+            self._is_checked = True
         self._elbo.step = self.global_step
         terms = self._elbo.terms(self.model, self.guide, *args, **kwargs)
         weight = self._elbo.current_kl_weight

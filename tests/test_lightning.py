@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -210,6 +211,19 @@ def test_what_cannot_be_trained():
     with pytest.raises(ValueError, match="Give one of `kl_weight` and a `kl_weight` of `elbo`"):
         make(elbo=ps.StructuredELBO(0.5), kl_weight=0.1)
     assert make(elbo=ps.StructuredELBO(0.5))._elbo.kl_weight == 0.5
+
+
+def test_parameters_of_the_param_store_are_refused():
+    def model(x, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        with pyro.plate("data", SIZE, subsample=x):
+            mean = x @ weight.T + pyro.param("shift", torch.zeros(()))
+            pyro.sample("obs", dist.Normal(mean, 1.0).to_event(1), obs=y)
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*regression_data(SIZE))
+    with pytest.raises(ValueError, match=r"reads \['shift'\] by `pyro.param`"):
+        Trainer(max_epochs=1, **QUIET).fit(StructuredModule(model, guide), loader())
 
 
 def test_a_loss_that_is_not_finite():

@@ -8,6 +8,7 @@ import pyro.poutine as poutine
 from torch import nn
 
 from pyro_structvi._pyro import module_parameter, parameter_names
+from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
 from pyro_structvi.sites.site_posterior import module_key
@@ -47,3 +48,19 @@ def add_stored_parameters(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, A
     }
     if new:
         loss.add_module("stored", StoredParameters(new))
+
+
+def refuse_stored_parameters(
+    model: Any, guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise a ``ValueError`` if model or guide have parameters that only Pyro's store has."""
+    loss = Loss(model, guide, StructuredELBO())
+    before = {*loss.trained}
+    add_stored_parameters(loss, args, kwargs)
+    stored = [name.removeprefix("stored.") for name in loss.trained if name not in before]
+    if stored:
+        raise ValueError(
+            f"`model` must have its parameters in modules, but reads {stored} by `pyro.param`, which no "
+            "optimizer of Lightning has. Make them `PyroParam` attributes of a `PyroModule`, or train "
+            "by `fit`."
+        )
