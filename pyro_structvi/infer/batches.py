@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from pyro_structvi._checks import brief, check_no_nan
@@ -125,13 +125,19 @@ def as_batches(
 
 
 def num_examples(batches: Any) -> int | None:
-    """Return how many examples a pass visits, or None where that is not known."""
+    """Return how many examples the passes visit, or None where that is not known.
+
+    A sampler that draws examples at random may take other numbers of them in a pass.
+    """
     if isinstance(batches, TensorBatches):
         return len(batches.sampler)
     if not isinstance(batches, DataLoader):
         return None
-    sampler = batches.sampler
-    chosen = batches.dataset if isinstance(sampler, DistributedSampler) else sampler
+    sampler: Any = batches.sampler
+    if isinstance(sampler, WeightedRandomSampler):
+        return int((sampler.weights > 0).sum())
+    is_of_all = isinstance(sampler, DistributedSampler)
+    chosen = batches.dataset if is_of_all else getattr(sampler, "data_source", sampler)
     return len(chosen) if isinstance(chosen, Sized) else None
 
 

@@ -5,7 +5,13 @@ from itertools import islice
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import pyro_structvi as ps
@@ -52,6 +58,26 @@ def test_a_feed_goes_on_from_every_place(kind):
     x = torch.randn(5, 2)
     (batch,) = as_batches((x,), None, None)
     assert batch[0] is x, "one batch, left as it is"
+
+
+@pytest.mark.parametrize(
+    ("make_sampler", "expected"),
+    [
+        (lambda data: WeightedRandomSampler(torch.ones(20), 60), 20),
+        (lambda data: WeightedRandomSampler(torch.arange(20), 5), 19),
+        (lambda data: RandomSampler(data, num_samples=5), 20),
+        (lambda data: RandomSampler(data, replacement=True, num_samples=60), 20),
+        (lambda data: SubsetRandomSampler(range(7)), 7),
+        (lambda data: DistributedSampler(data, 2, 0), 20),
+        (lambda data: None, 20),
+    ],
+)
+def test_the_number_of_examples_is_not_that_of_a_pass(make_sampler, expected):
+    data = TensorDataset(torch.randn(20, 3), torch.zeros(20, 1))
+    loader = DataLoader(data, batch_size=5, sampler=make_sampler(data))
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1), prior=1.0), noise=0.1)
+    ps.fit(model, ps.MeanFieldGuide(model), loader, num_steps=1, progress=False)
+    assert model.num_data == expected
 
 
 def test_the_epoch_of_a_sampler_is_set():
