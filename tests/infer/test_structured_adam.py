@@ -269,7 +269,7 @@ def test_wide_points_are_those_with_a_large_fan_in():
     model = ps.Regressor(nn.Sequential(ps.bayesianize(nn.Linear(4, 1)), points), 10, 0.3)
     guide = ps.MeanFieldGuide(model)
     rates = rates_of(ps.StructuredAdam([*guide.parameters(), *model.parameters()], guide, lr=1.0))
-    assert {rates[each.weight] for each in points} == {0.25}  # half of their unit, for eight of them
+    assert {rates[each.weight] for each in points} == {0.25}  # half of their unit, of eight
 
 
 @pytest.mark.parametrize(
