@@ -15,8 +15,8 @@ from pyro_structvi.infer.steps.step import Loss
 class CompiledSVI:
     """``SVI`` with compiled steps, without Pyro's handlers.
 
-    The first three steps with inputs of new shapes are ordinary ones. The second is recorded: model,
-    guide, ELBO, gradients and update become a list of tensor operations. The record and, in the third
+    The first four steps with inputs of new shapes are ordinary ones. The third is recorded: model,
+    guide, ELBO, gradients and update become a list of tensor operations. The record and, in the fourth
     step, its replay must have the ordinary step's loss up to rounding, and draw as many random numbers.
     Later steps replay the record: on the CPU compiled by inductor, which takes some seconds; on a GPU as
     a CUDA graph. All steps are real ones and draw the noise of ``SVI``, so the losses are the same up to
@@ -92,7 +92,7 @@ class CompiledSVI:
                 Parameters, buffers and torch's random generators are then those before the step.
             FloatingPointError: If the loss or a gradient is not finite; parameters and buffers are then
                 those before the step.
-            TypeError: If an argument is neither a tensor nor hashable.
+            TypeError: If an argument is neither a tensor nor hashable, without ``fallback``.
             ValueError: If there is no parameter to train, if a torch optimizer has parameters of neither
                 model nor guide, or if a learning rate is negative or not finite.
         """

@@ -68,8 +68,13 @@ def assert_same(make, data, rtol=1e-10, **options):
     torch.testing.assert_close(own_losses, losses, rtol=rtol, atol=0)
     assert own_state.keys() == state.keys()
     torch.testing.assert_close(own_state, state, rtol=1e-6, atol=1e-7)
-    assert all(step.is_ready for step in svi._step.kinds.values())
+    assert all(step.is_ready for step in steps_of(svi))
     return losses
+
+
+def steps_of(svi):
+    """Return the recorded steps."""
+    return [step for steps in svi._step.kinds.values() for step in steps]
 
 
 def make_k_tied(model_of=make_linear_regressor, **options):

@@ -14,6 +14,7 @@ from tests.infer.compiled_steps import (
     function_pair,
     image_model,
     make_k_tied,
+    steps_of,
     still,
     subsampled,
     train,
@@ -86,13 +87,13 @@ def test_other_shapes_arguments_and_modes_are_compiled_apart():
     sizes = [12, 5, 12, 5, 12, 5, 12]
     losses, svi = feed(sizes, compiled=True)
     torch.testing.assert_close(losses, feed(sizes, compiled=False)[0], rtol=1e-10, atol=0)
-    assert len(svi._step.kinds) == 2
+    assert len(steps_of(svi)) == 2
     svi.model.eval()
     svi.step(x, y=y)
-    assert len(svi._step.kinds) == 3
+    assert len(steps_of(svi)) == 3
     next(svi.guide.parameters()).requires_grad_(False)
     svi.step(x, y=y)
-    assert len(svi._step.kinds) == 4
+    assert len(steps_of(svi)) == 4
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.infer.compiled_steps import (
     assert_same,
     image_model,
     make_k_tied,
+    steps_of,
     still,
     subsampled,
     train,
@@ -116,7 +117,7 @@ def test_a_captured_update_is_left_out_where_a_gradient_is_not_finite(make_guide
         svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=None)
         for number in range(10):
             if number == bad_at:
-                (step,) = svi._step.kinds.values()
+                (step,) = steps_of(svi)
                 assert step.updates
                 before = {name: value.clone() for name, value in guide.state_dict().items()}
                 draws = torch.get_rng_state()
@@ -221,7 +222,7 @@ def test_captured_steps_of_several_shapes_share_learning_rates(as_on_a_gpu):
             svi.optimizer.param_groups[0]["lr"] = 0.0
             before = {name: value.clone() for name, value in guide.state_dict().items()}
         svi.step(x[:size], y[:size])
-    assert all(step.is_ready for step in svi._step.kinds.values())
+    assert all(step.is_ready for step in steps_of(svi))
     torch.testing.assert_close(dict(guide.state_dict()), before, rtol=0, atol=0)
 
 
@@ -250,7 +251,7 @@ def test_an_optimizer_that_was_loaded_is_captured_anew(times, as_on_a_gpu):
     own_losses, own_state, svi = train(make_k_tied, data, compiled=True, **options)
     torch.testing.assert_close(own_losses, losses, rtol=RATE_RTOL, atol=0)
     torch.testing.assert_close(own_state, state, rtol=1e-5, atol=1e-6)
-    assert len(svi._step.kinds) == 2
+    assert len(steps_of(svi)) == 2
 
 
 @pytest.mark.slow
@@ -313,7 +314,7 @@ def test_nothing_of_a_step_is_kept():
     del x, y
     gc.collect()
     assert kept() is None
-    (step,) = svi._step.kinds.values()
+    (step,) = steps_of(svi)
     assert all(parameter.grad is None for parameter in guide.parameters())
     assert step._record.outputs == ()
 

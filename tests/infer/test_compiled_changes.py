@@ -11,7 +11,14 @@ import pyro_structvi as ps
 from pyro_structvi.infer import CompileFallbackWarning
 from pyro_structvi.infer.steps.compiled import MOST_KINDS
 from pyro_structvi.infer.steps.step import Call
-from tests.infer.compiled_steps import adam, assert_same, function_pair, make_k_tied, train
+from tests.infer.compiled_steps import (
+    adam,
+    assert_same,
+    function_pair,
+    make_k_tied,
+    steps_of,
+    train,
+)
 from tests.models import regression_data
 
 
@@ -96,7 +103,7 @@ def test_another_number_of_particles_is_compiled_apart():
     _, _, svi = train(make_k_tied, regression_data(), compiled=True)
     for expected in (1, 2):
         svi.step(*regression_data())
-        assert len(svi._step.kinds) == expected
+        assert len(steps_of(svi)) == expected
         svi.loss.num_particles = 3
 
 
@@ -167,4 +174,4 @@ def test_many_kinds_of_steps_are_said():
         svi.step(x, y, 1.0 + number)
     with pytest.warns(CompileFallbackWarning, match=f"more than {MOST_KINDS} kinds of steps"):
         svi.step(x, y, 0.5)
-    assert len(svi._step.kinds) == MOST_KINDS
+    assert len(steps_of(svi)) == MOST_KINDS

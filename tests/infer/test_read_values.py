@@ -9,6 +9,7 @@ from pyro.infer import SVI
 import pyro_structvi as ps
 from pyro_structvi._torch import can_read
 from pyro_structvi.infer.steps.recording import Record
+from tests.infer.compiled_steps import steps_of
 
 
 def in_place(x):
@@ -116,8 +117,8 @@ def test_each_branch_that_inputs_choose_is_a_record_of_its_own():
         )
         losses.append([svi.step(batches[number % 3 % 2]) for number in range(18)])
         if compiled:
-            assert len(svi._step.kinds) == 2
-            assert all(step.is_ready for step in svi._step.kinds.values())
+            assert len(steps_of(svi)) == 2
+            assert all(step.is_ready for step in steps_of(svi))
     assert losses[0] == losses[1]
 
 

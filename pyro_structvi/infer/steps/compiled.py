@@ -1,26 +1,22 @@
 """Eager training steps, and recorded ones."""
 
 import math
-import random
 import time
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from itertools import count
+from collections.abc import Hashable
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pyro.poutine as poutine
 import torch
-from torch import Tensor
 
 from pyro_structvi._checks import shape_text, warn_user
 from pyro_structvi._pyro import ONE_THREAD, stored_parameter
-from pyro_structvi.infer.batches import Arguments
-from pyro_structvi.infer.steps.modules import Modules, generators_of
+from pyro_structvi.infer.steps.modules import Modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.recording import explain
+from pyro_structvi.infer.steps.recording import NotCompiledError, explained
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from pyro_structvi.infer.steps.step import Call, Loss, StepTerms, error_of, numbers_of
+from pyro_structvi.infer.steps.undo import saved
 from pyro_structvi.infer.terms import ELBOTerms
 
 MOST_KINDS = 32
@@ -41,7 +37,7 @@ class EagerStep:
         self.loss, self.optimizer = loss, optimizer
         self.notes: list[str] = []
         self._modules = Modules(loss.parts)
-        self._numbers = torch.zeros(4)  # of the last eager step, on this rank
+        self._numbers = torch.zeros(4)  # of the last eager step
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepTerms:
         """Take a step and count it for the schedule of the KL weight.
@@ -51,7 +47,7 @@ class EagerStep:
         weight = self.loss.elbo.current_kl_weight
         self.optimizer.check_rates()
         try:
-            with ONE_THREAD, self._modules.buffers_kept_on_error():
+            with ONE_THREAD:
                 loss, likelihood, kl, _ = self.take(args, kwargs)
         except Exception:
             self.loss.zero_grad()
@@ -62,41 +58,50 @@ class EagerStep:
         self.loss.elbo.advance()
         return StepTerms(loss, likelihood, kl, weight)
 
+    def note(self, text: str) -> None:
+        """Write down a note on this step."""
+        self.notes.append(f"Step {self.loss.elbo.step}: {text}")
+
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return the numbers of :func:`numbers_of`."""
         return self.take_eagerly(args, kwargs)
 
     def take_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step by Python that is not counted; return its numbers."""
-        is_pyros = self.optimizer.is_pyros
-        with poutine.trace(param_only=True) if is_pyros else nullcontext() as capture:
-            loss, terms = self.loss(*args, **kwargs)
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
-        if capture is not None and isinstance(terms, ELBOTerms):
-            met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
-            self.optimizer.adopt(dict.fromkeys(met))
-        elif isinstance(terms, ELBOTerms):
-            self._refuse_other_parameters()
-        gradients = [parameter.grad for parameter in self.optimizer.parameters]
-        self._numbers = numbers_of(loss, terms, gradients)
-        read = self._read((args, kwargs), self._numbers, terms)
-        self.optimizer.step()
-        return read
-
-    def _read(
-        self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
-    ) -> list[float]:
-        """Return the numbers of a step, with the gradients set and before the update.
+        """Take a step by Python that is not counted; return its numbers.
 
         Raises:
             FloatingPointError: If a term or a gradient is not finite.
-            ValueError: If a distribution refused a value that is finite.
+            ValueError: If a distribution refuses a value that is finite.
         """
-        read: list[float] = numbers.tolist()
-        if not math.isfinite(sum(read[1:])):
-            raise error_of(self.loss, self.optimizer.parameters, batch, terms)
+        restore, is_pyros = self._modules.saved(), self.optimizer.is_pyros
+        try:
+            with poutine.trace(param_only=True) if is_pyros else nullcontext() as capture:
+                terms = self._terms(args, kwargs)
+                loss = -terms.weighted(self.loss.elbo.current_kl_weight)
+                if loss.requires_grad:
+                    torch.autograd.backward(loss)
+            if capture is None:
+                self._refuse_other_parameters()
+            else:
+                met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
+                self.optimizer.adopt(dict.fromkeys(met))
+            parameters = self.optimizer.parameters
+            self._numbers = numbers_of(loss, terms, [each.grad for each in parameters])
+            read: list[float] = self._numbers.tolist()
+            if not math.isfinite(sum(read[1:])):
+                raise error_of(self.loss, parameters, (args, kwargs), terms)
+        except Exception:
+            restore()
+            raise
+        self.optimizer.step()
         return read
+
+    def _terms(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ELBOTerms:
+        try:
+            return self.loss.terms(*args, **kwargs)
+        except ValueError as error:
+            clearer = error_of(self.loss, (), (args, kwargs), error)
+            raise clearer from (error.__cause__ if clearer is error else error)
 
     def _refuse_other_parameters(self) -> None:
         untouched = [p for p in self.optimizer.parameters if p.requires_grad and p.grad is None]
@@ -114,18 +119,10 @@ class CompileFallbackWarning(UserWarning):
     """A step cannot be compiled and runs as in ``SVI``."""
 
 
-class NotCompiledError(Exception):
-    """A step cannot be compiled; the message is the reason."""
-
-
-class _UndoneError(Exception):
-    """A step must be undone."""
-
-
 class CompiledStep(EagerStep):
-    """Records the second step of each kind of call, and replays it from the fourth step on.
+    """Records the third step of each kind of call, and replays it from the fifth step on.
 
-    The second and the third step are eager ones, compared with the record and with its replay. A record
+    The third and the fourth step are eager ones, compared with the record and with its replay. A record
     is not used if it gives another loss or draws other random numbers.
 
     Args:
@@ -137,9 +134,11 @@ class CompiledStep(EagerStep):
         is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.
 
     Attributes:
-        kinds: The recorded steps, by arguments, the state of model and guide, and a number for those
-            that differ in the values that Python reads.
+        kinds: The recorded steps, by arguments and the state of model and guide: one for each set of
+            values that Python reads.
     """
+
+    warns = True
 
     def __init__(
         self,
@@ -154,12 +153,12 @@ class CompiledStep(EagerStep):
         super().__init__(loss, optimizer)
         self._backend, self._fallback = backend, fallback
         self._watches, self._is_exact = watches, is_exact
-        self._last_state: Hashable = None
-        self._has_replayed = False  # whether the last step ran no Python but this package's
+        self._last_state: Hashable = None  # None where Python has run since
         self._stored: list[str] = []  # names of parameters in Pyro's store
-        self.kinds: dict[Hashable, ReplayedStep] = {}
-        self._uncompiled: set[Hashable] = set()  # calls that have fallen back
-        self._reasons: set[str] = set()  # why
+        self.kinds: dict[Hashable, list[ReplayedStep]] = {}
+        self._alive: list[object] = []  # objects that states identify by ``id``
+        self._refused: dict[Hashable, str] = {}  # reasons, by the arguments
+        self._said: set[str] = set()
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return its numbers.
@@ -168,145 +167,139 @@ class CompiledStep(EagerStep):
             RuntimeError: If the step cannot be compiled; nothing has changed.
             TypeError: If an argument is neither a tensor nor hashable.
         """
-        return self.take_call(Call(args, kwargs))
-
-    def take_call(self, call: Call) -> list[float]:
-        """Take a step with arguments that can be compared."""
-        if call.key in self._uncompiled:
-            return self.take_eagerly(call.args, call.kwargs)
-        step = self.kind_of(call)
-        if step is None:
-            return self._take_first(call)
         try:
-            return self.replay(step, call)
-        except NotCompiledError as error:
+            call = Call(args, kwargs)
+        except TypeError as error:
             if not self._fallback:
-                raise RuntimeError(
-                    f"{error} Pass `fallback=True` to go on without."
-                ) from error.__cause__
-            self._fall_back(call, str(error))
-        return self.take_eagerly(call.args, call.kwargs)
+                raise
+            self._say(str(error))
+            return self.take_eagerly(args, kwargs)
+        cause = None
+        if call.key not in self._refused:
+            step = self.kind_of(call)
+            if step is None:
+                return self._take_first(call)
+            step.taken += 1
+            try:
+                return self._take_known(step, call)
+            except NotCompiledError as error:
+                cause = error.__cause__
+                self._refuse(step, call, str(error))
+        if call.key in self._refused and not self._fallback:
+            reason = f"This step cannot be compiled: {self._refused[call.key]}."
+            raise RuntimeError(f"{reason} Pass `fallback=True` to go on without.") from cause
+        return self.take_eagerly(args, kwargs)
+
+    def take_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+        """Take a step by Python that is not counted; return its numbers."""
+        self._last_state = None
+        return super().take_eagerly(args, kwargs)
 
     def kind_of(self, call: Call) -> ReplayedStep | None:
         """Return the recorded step for a call, or None if it is the first call of its kind."""
-        if self._watches or not self._has_replayed:
+        if self._watches or self._last_state is None:
             self._last_state = self._state()
-        self._has_replayed = False
-        for number in count():
-            step = self.kinds.get((call.key, self._last_state, number))
-            if step is None or step.holds(call):
-                break
-        return step
+        steps = self.kinds.get((call.key, self._last_state), ())
+        return next((step for step in steps if step.holds(call)), None)
 
     def _take_first(self, call: Call) -> list[float]:
         """Take the first step of a kind eagerly, and find the parameters."""
-        if len(self.kinds) == MOST_KINDS:
-            self._fall_back(
-                call,
+        if sum(map(len, self.kinds.values())) == MOST_KINDS:
+            self._say(
                 f"There are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and "
                 "values that Python reads. Pass numbers that change as tensors, and pad what has many "
-                "sizes.",
+                "sizes."
             )
             return self.take_eagerly(call.args, call.kwargs)
-        generators = _python_generators()
         with poutine.trace(param_only=True) as capture:
             numbers = self.take_eagerly(call.args, call.kwargs)
         self.loss.zero_grad()  # also of parameters that the optimizer does not train
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
         step = ReplayedStep(self.loss, self.optimizer, self._backend)
-        step.keeps = [
-            *self._modules.parts(),
-            self.optimizer.groups,
-            *map(stored_parameter, self._stored),
-        ]
-        if _python_generators() != generators:
-            step.refusal = (
-                "it draws random numbers by Python's `random` or by NumPy, and would repeat what it "
-                "has drawn once; draw them by torch"
-            )
-        state = self._state()  # now that the parameters are known
-        keys = ((call.key, state, number) for number in count())
-        self.kinds[next(key for key in keys if key not in self.kinds)] = step
+        stored = map(stored_parameter, self._stored)
+        self._alive += [*self._modules.parts(), self.optimizer.groups, *stored]
+        key = call.key, self._state()  # now that the parameters are known
+        self.kinds.setdefault(key, []).append(step)
         return numbers
 
-    def replay(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Replay a step of a known kind, or record it and compare that with Python's step.
+    def _take_known(self, step: ReplayedStep, call: Call) -> list[float]:
+        """Take a step of a known kind.
 
         Raises:
-            NotCompiledError: If that is not possible; nothing has changed.
+            NotCompiledError: If it cannot be compiled; nothing has changed.
         """
-        if step.refusal:
-            raise NotCompiledError(f"This step cannot be compiled: {step.refusal}.")
+        if step.taken == 2:
+            return self._take_second(step, call)
         if step.to_compare:
             return self._take_compared(step, call)
-        if step.is_ready:
-            outputs = step(call)
-            self._has_replayed = step.updates
-        else:
-            with self._explained(step):
-                outputs = step(call)
-        batch = call.args, call.kwargs
+        restore = saved(step.buffers, step.generators)
+        read: list[float] = step(call).tolist()
+        if not math.isfinite(sum(read[1:])):  # and the parameters are those before the step
+            restore()
+            self.optimizer.forget_gradients()
+            return self.take_eagerly(call.args, call.kwargs)  # which names the inputs or terms
         if not step.updates:
-            read = self._read(batch, *step.unpack(outputs))
+            self._last_state = None
             self.optimizer.step()
-            return read
-        read = outputs[0].tolist()
-        if not math.isfinite(sum(read)):
-            read = self._read(batch, *step.unpack(outputs))
-            self.optimizer.forget_gradients()  # set for the error of the check
         return read
+
+    def _take_second(self, step: ReplayedStep, call: Call) -> list[float]:
+        """Take a step eagerly, and refuse its kind if it changes values that a replay would not."""
+        before = self._modules.memory()
+        numbers = self.take_eagerly(call.args, call.kwargs)
+        after = self._modules.memory()
+        changed = [name for name, value in after.items() if before.get(name) != value]
+        if changed:
+            reason = (
+                f"a step changes {', '.join(changed[:3])}, which a replay would not; keep values in "
+                "buffers, change these in place, and draw random numbers by torch"
+            )
+            self._refuse(step, call, reason)
+        return numbers
 
     def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
         """Record or replay a step, undo it, take it by Python, and compare the two."""
-        generators, recorded = generators_of(self.optimizer.parameters), list[Any]()
-        with suppress(_UndoneError), self._explained(step):
-            with self._modules.plain_changes() as changed:
-                outputs = step(call)
-            if changed:
-                raise RuntimeError(not_repeated(changed))
-            recorded = [outputs[0].clone(), *(each.get_state() for each in generators)]
-            raise _UndoneError
-        self.optimizer.forget_gradients()
+        undo = [saved((), step.generators), self._modules.saved()]
+        undo += [self.optimizer.saved()] if step.updates else []
+        try:
+            with explained():
+                recorded = step(call).clone()
+            drawn = [each.get_state() for each in step.generators]
+        finally:
+            for restore in undo:
+                restore()
+            self.optimizer.forget_gradients()
         start = time.perf_counter()
         read = self.take_eagerly(call.args, call.kwargs)
         step.eager_seconds = min(step.eager_seconds, time.perf_counter() - start)
         self.loss.zero_grad()  # also of parameters that the optimizer does not train
+        step.to_compare -= 1
         own = self._numbers
         eps = torch.finfo(own.dtype).eps
-        change = (own - recorded[0])[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
-        step.difference, step.to_compare = float(change), step.to_compare - 1
-        is_same = torch.equal(own, recorded[0]) if self._is_exact else change <= math.sqrt(eps)
-        if not all(map(torch.equal, recorded[1:], (each.get_state() for each in generators))):
-            step.refusal = "traced, it draws other random numbers than by Python"
+        change = (own - recorded)[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
+        is_same = torch.equal(own, recorded) if self._is_exact else change <= math.sqrt(eps)
+        if not all(map(torch.equal, drawn, (each.get_state() for each in step.generators))):
+            self._refuse(step, call, "traced, it draws other random numbers than by Python")
         elif not is_same:
-            step.refusal = (
-                f"traced, its numbers differ from Python's, the loss by {change:.1g} of it"
+            reason = (
+                f"traced, its numbers differ from Python's, the loss by {float(change):.1g} of it"
             )
+            self._refuse(step, call, reason)
         return read
 
-    @contextmanager
-    def _explained(self, step: ReplayedStep) -> Iterator[None]:
-        """Undo a step that cannot be compiled, and raise the reason."""
-        trained = self.optimizer.unchanged_on_error() if step.updates else nullcontext()
-        try:
-            with trained, self._modules.unchanged_on_error(self.optimizer.parameters):
-                yield
-        except _UndoneError:
-            raise
-        except Exception as error:
-            self.optimizer.forget_gradients()
-            step.refusal = explain(error)
-            raise NotCompiledError(f"This step cannot be compiled: {step.refusal}.") from error
-
-    def _fall_back(self, call: Call, reason: str) -> None:
-        """Take steps with such arguments eagerly from now on, and say each reason once."""
-        self._uncompiled.add(call.key)
-        if reason not in self._reasons:
-            self._reasons.add(reason)
-            self._say(reason)
+    def _refuse(self, step: ReplayedStep, call: Call, reason: str) -> None:
+        """Do not compile steps with such arguments from now on."""
+        self._refused[call.key] = reason
+        if self._fallback:
+            self._say(f"This step cannot be compiled: {reason}.")
 
     def _say(self, reason: str) -> None:
-        warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
+        """Say once why steps run eagerly."""
+        if reason not in self._said:
+            self._said.add(reason)
+            self.note(f"eager: {reason}")
+            if self.warns:
+                warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
 
     def _state(self) -> Hashable:
         """Return everything that a step depends on, apart from its arguments and values of tensors."""
@@ -316,17 +309,3 @@ class CompiledStep(EagerStep):
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
         return tuple(parts)
-
-
-def not_repeated(changed: Sequence[str]) -> str:
-    """Return the reason why a step that changes these values cannot be replayed."""
-    return (
-        f"a step changes {', '.join(changed[:3])}, which a replay would not; keep what changes in a "
-        "buffer, and change it in place"
-    )
-
-
-def _python_generators() -> list[Any]:
-    """Return the states of the random generators that are invisible to a record."""
-    of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
-    return [random.getstate(), of_numpy[2], of_numpy[1].tobytes()]

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
 from pyro_structvi._torch import can_skip_updates, runs_hooks
+from pyro_structvi.infer.steps.undo import saved
 
 
 class OneOptimizer:
@@ -38,22 +39,16 @@ class OneOptimizer:
                 f" over the guide's parameters, but got {type(optim).__name__}. To schedule the "
                 "learning rate, give one of torch's and step a scheduler of torch's."
             )
-        self.torch: torch.optim.Optimizer | None = None
-        self._pyro: PyroOptim | None = None
-        if isinstance(optim, torch.optim.Optimizer):
-            self.torch = optim
-            optim.zero_grad(set_to_none=True)
-        elif has_stepped(optim):
+        self.torch = optim if isinstance(optim, torch.optim.Optimizer) else None
+        self._pyro = optim if isinstance(optim, PyroOptim) else None
+        if self._pyro is not None and has_stepped(self._pyro):
             raise ValueError(
                 "`optim` has the state of single parameters, which one optimizer of all cannot take "
                 "over. Pass a new one."
             )
-        else:
-            self._pyro = optim
+        self.forget_gradients()
         self._clips: list[tuple[nn.Parameter, Callable[[nn.Parameter], None]]] = []
-        self._rates = [group["lr"] for group in self.groups]  # at the start
-        self._tensor_rates: list[Tensor] = []  # of groups, for records
-        self._written_rates: list[Any] = []  # into them
+        self._first_rates = [group["lr"] for group in self.groups]
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -64,6 +59,12 @@ class OneOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters, in the order of the groups."""
         return [parameter for group in self.groups for parameter in group["params"]]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The random generators of the host and of the parameters' devices."""
+        indices = {value.device.index for value in self.parameters if value.is_cuda}
+        return [torch.default_generator, *(torch.cuda.default_generators[i] for i in indices)]
 
     @property
     def options(self) -> list[dict[str, Any]]:
@@ -79,23 +80,23 @@ class OneOptimizer:
         return self._pyro is not None
 
     @property
-    def can_skip(self) -> bool:
-        """Whether a number on the device can decide that a step leaves all as it is."""
-        return self.torch is not None and can_skip_updates(self.torch)
+    def can_be_recorded(self) -> bool:
+        """Whether a replay can update, and leave all as it is by a number on the device.
 
-    @property
-    def runs_hooks(self) -> bool:
-        """Whether functions of others run before or after each of its steps."""
-        return self.torch is not None and runs_hooks(self.torch)
+        It would leave out the hooks of other code.
+        """
+        return (
+            self.torch is not None and can_skip_updates(self.torch) and not runs_hooks(self.torch)
+        )
 
     def state(self) -> list[Hashable]:
-        """Return what an update depends on, apart from tensors' values and rates.
+        """Return the values that an update depends on, apart from tensors' values and rates.
 
         The list of groups is replaced where a state dict is loaded.
         """
         values = [value for group in self.options for value in group.values()]
         constants = [tuple(value) if isinstance(value, list) else value for value in values]
-        return [self.runs_hooks, id(self.groups), *constants]
+        return [self.can_be_recorded, id(self.groups), *constants]
 
     # ---- learning rates --------------------------------------------------------------------------
 
@@ -121,36 +122,20 @@ class OneOptimizer:
         """
         if not 0 <= factor < math.inf:
             raise ValueError(f"`lr` must return a finite number of at least 0, but got {factor}.")
-        for group, rate in zip(self.groups, self._rates, strict=True):
+        for group, rate in zip(self.groups, self._first_rates, strict=True):
             group["lr"] = rate * factor
 
     @contextmanager
-    def tensor_rates(self, device: torch.device) -> Iterator[None]:
-        """Put the learning rates into tensors, which a record reads later."""
-        # Fused optimizers read single precision on a GPU, and any on a CPU.
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-        for _ in self.groups[len(self._tensor_rates) :]:
-            self._tensor_rates.append(torch.zeros((), dtype=dtype, device=device))
-            self._written_rates.append(None)
-        self.read_rates()
+    def rates_in(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Have a block read the learning rate of each group from a tensor."""
         kept = [group["lr"] for group in self.groups]
-        for group, rate in zip(self.groups, self._tensor_rates, strict=True):
-            group["lr"] = rate
         try:
+            for group, tensor in zip(self.groups, tensors, strict=True):
+                group["lr"] = tensor
             yield
         finally:
             for group, rate in zip(self.groups, kept, strict=True):
                 group["lr"] = rate
-
-    def read_rates(self) -> None:
-        """Write the learning rates of the groups into the tensors of records."""
-        for number, tensor in enumerate(self._tensor_rates):
-            rate = self.groups[number]["lr"]
-            if isinstance(rate, Tensor):
-                tensor.copy_(rate)
-            elif self._written_rates[number] != rate:
-                tensor.fill_(rate)
-            self._written_rates[number] = None if isinstance(rate, Tensor) else rate
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -160,19 +145,18 @@ class OneOptimizer:
         Raises:
             ValueError: If there is no parameter to train, or a learning rate is negative or not finite.
         """
+        assert self._pyro is not None
         known = set(self.parameters)
         new = [parameter for parameter in parameters if parameter not in known]
-        if self._pyro is not None and new:
-            groups = _groups(self._pyro, new)
-            if self.torch is None:
-                make = self._pyro.pt_optim_constructor
-                self.torch = make(groups, **_fast_options(make, groups))
-            else:
-                for group in groups:
-                    self.torch.add_param_group(group)
-            clips = [(parameter, gradient_clip(self._pyro, parameter)) for parameter in new]
-            self._clips += [(parameter, clip) for parameter, clip in clips if clip is not None]
-            self.check_rates()
+        groups, make = _groups(self._pyro, new), self._pyro.pt_optim_constructor
+        if self.torch is None and groups:
+            self.torch = make(groups, **_fast_options(make, groups))
+        elif self.torch is not None:
+            for group in groups:
+                self.torch.add_param_group(group)
+        clips = [(parameter, gradient_clip(self._pyro, parameter)) for parameter in new]
+        self._clips += [(parameter, clip) for parameter, clip in clips if clip is not None]
+        self.check_rates()
         if not any(parameter.requires_grad for parameter in self.parameters):
             raise ValueError("Model and guide must have a parameter to train, but got none.")
 
@@ -193,7 +177,7 @@ class OneOptimizer:
         finally:
             for name in options:
                 delattr(self.torch, name)
-        self.torch.zero_grad(set_to_none=True)
+        self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Drop the gradients, so that the next step does not add to them."""
@@ -205,41 +189,37 @@ class OneOptimizer:
         """The names of each parameter's state."""
         return {} if self.torch is None else {key: [*own] for key, own in self.torch.state.items()}
 
-    @contextmanager
-    def unchanged_on_error(self) -> Iterator[None]:
-        """Restore parameters and state if a block raises."""
+    def saved(self) -> Callable[[], None]:
+        """Return a function that puts parameters and the optimizer's state back, as they are now."""
         assert self.torch is not None
         state = self.torch.state
         before = {parameter: dict(values) for parameter, values in state.items()}
-        values = (*self.parameters, *(value for own in before.values() for value in own.values()))
-        kept = [(each, each.detach().clone()) for each in values if isinstance(each, Tensor)]
-        try:
-            yield
-        except Exception:
+        values = [*self.parameters, *(value for own in before.values() for value in own.values())]
+        restore_values = saved(each for each in values if isinstance(each, Tensor))
+
+        def restore() -> None:
             state.clear()
             state.update(before)
-            with torch.no_grad():
-                for value, copy in kept:
-                    value.copy_(copy)
-            raise
+            restore_values()
+
+        return restore
 
 
 def _groups(optim: PyroOptim, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Return groups of parameters that Pyro's optimizer gives the same arguments."""
     groups: list[dict[str, Any]] = []
     for parameter in parameters:
-        arguments = optimizer_options(optim, parameter)
+        options = optimizer_options(optim, parameter)
         for group in groups:
-            if {**group, "params": None} == {**arguments, "params": None}:
+            if group == {**options, "params": group["params"]}:
                 group["params"].append(parameter)
                 break
         else:
-            groups.append({**arguments, "params": [parameter]})
+            groups.append({**options, "params": [parameter]})
     return groups
 
 
-def _fast_options(constructor: Callable[..., Any], groups: list[dict[str, Any]]) -> dict[str, bool]:
+def _fast_options(make: Callable[..., Any], groups: list[dict[str, Any]]) -> dict[str, bool]:
     """Return the option that fuses the kernels of torch's own optimizers, unless one was chosen."""
     chosen = {name for group in groups for name in group} & {"fused", "foreach", "differentiable"}
-    can = "fused" in inspect.signature(constructor).parameters
-    return {"fused": True} if can and not chosen else {}
+    return {"fused": True} if "fused" in inspect.signature(make).parameters and not chosen else {}

@@ -5,7 +5,8 @@ import operator
 import os
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,6 @@ class _Recorder(DispatchMode):
         self._storages: dict[fx.Node, StorageWeakRef | None] = {}
         self._written: set[StorageWeakRef | None] = set()
         self._of_inputs = {_storage(tensor) for tensor in inputs}
-        self._last_placeholder: fx.Node | None = None
         self._is_on_host = inputs[0].device.type == "cpu"
         for tensor in inputs:
             self._add_placeholder(tensor)
@@ -77,13 +77,13 @@ class _Recorder(DispatchMode):
         if is_read:
             return self._read(node, func(*args, **kwargs))
         written = tree_leaves(written_arguments(func, args, kwargs))
-        self._written |= {_storage(each) for each in written}
+        self._written |= {_storage(each) for each in written if isinstance(each, Tensor)}
         results = func(*args, **kwargs)
         if isinstance(results, (list, tuple)):
             for number, result in enumerate(results):
                 self._name(result, self.graph.call_function(operator.getitem, (node, number)))
-        elif self._name(results, node) is not node and _is_pure(node):
-            self.graph.erase_node(node)  # a view that there is
+        else:
+            self._name(results, node)
         return results
 
     def node_of(self, argument: Any) -> Any:
@@ -98,27 +98,29 @@ class _Recorder(DispatchMode):
             self.found[node] = argument
         return node
 
+    def written(self) -> list[Tensor]:
+        """Return the tensors without gradients that the block finds and writes, such as statistics."""
+        found = self.found.items()
+        written = [value for node, value in found if self._storages[node] in self._written]
+        return [value for value in written if not value.requires_grad]
+
     def _add_placeholder(self, tensor: Tensor) -> fx.Node:
-        with self.graph.inserting_after(self._last_placeholder):
-            node = self.graph.placeholder(f"t{len(self._storages)}")
-        self._last_placeholder = node
+        node = self.graph.placeholder(f"t{len(self._storages)}")
         self._name(tensor, node)
         self._nodes[tensor] = node  # also of one of several tensors in the same memory
         return node
 
-    def _name(self, result: Any, node: fx.Node) -> fx.Node:
-        """Return the node of a result: an earlier one if that has the same memory and layout."""
+    def _name(self, result: Any, node: fx.Node) -> None:
+        """Give a result its node: an earlier one if that has the same memory and layout."""
         if not isinstance(result, Tensor):
-            return node
+            return
         self._storages[node] = storage = _storage(result)
-        if (
-            storage is not None and storage not in self._of_inputs
-        ):  # which may share memory now only
+        # Inputs may share memory in this call only.
+        if storage is not None and storage not in self._of_inputs:
             layout = result.storage_offset(), result.shape, result.stride(), result.dtype
             key = storage, *layout, result.is_conj(), result.is_neg()
             node = self._by_memory.setdefault(key, node)
         self._nodes[result] = node
-        return node
 
     def _read(self, node: fx.Node, value: Any) -> Any:
         """Return a value that Python reads, and keep it unless it is a constant.
@@ -126,14 +128,13 @@ class _Recorder(DispatchMode):
         Raises:
             RuntimeError: If the value depends on a parameter, a random number or a change in place.
         """
-        before, todo = {node}, [node]
-        while todo:
-            new = {*todo.pop().all_input_nodes} - before
-            before |= new
-            todo += new
-        trained = {each for each in before & self.found.keys() if self.found[each].requires_grad}
-        changing = any(self._storages.get(each) in self._written for each in before)
-        if trained or changing or not all(map(_is_pure, before)):
+        before = [node]
+        for each in before:  # which grows meanwhile
+            before += [other for other in each.all_input_nodes if other not in before]
+        found = [self.found[each] for each in before if each in self.found]
+        is_trained = any(tensor.requires_grad for tensor in found)
+        is_changing = any(self._storages.get(each) in self._written for each in before)
+        if is_trained or is_changing or not all(map(_is_pure, before)):
             raise RuntimeError("Python reads a tensor's value")
         if any(each.op == "placeholder" for each in before):
             self.read[node] = value
@@ -218,6 +219,7 @@ class Record:
     Attributes:
         outputs: The results of that call.
         graph: The operations.
+        written: The tensors without gradients that a call writes, such as running statistics.
 
     Raises:
         RuntimeError: If Python reads a value that depends on a parameter or a random number, or if a
@@ -236,6 +238,7 @@ class Record:
         ):
             self.outputs = function(*apart)
         returned = [recorder.node_of(value) for value in self.outputs]
+        self.written = recorder.written()
         self._read = (*recorder.read.values(),)
         reads, self._read_tensors = _part(recorder, [*recorder.read], with_writes=False)
         self._run_reads = _function_of(reads)
@@ -297,17 +300,17 @@ def _part(
     recorder: _Recorder, returned: list[fx.Node], with_writes: bool
 ) -> tuple[fx.Graph, list[Tensor]]:
     """Return the operations that results need, and all that write, with the tensors they find."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.graph_copy(recorder.graph, copies)
-    graph.output(tuple(copies[node] for node in returned))
-    found = {copies[node]: tensor for node, tensor in recorder.found.items()}
-    for node in reversed(graph.nodes):
+    nodes, found, needed = [*recorder.graph.nodes], recorder.found, {*returned}
+    for node in reversed(nodes):
         is_input = node.op == "placeholder" and node not in found
-        is_dropped = not with_writes or _is_pure(node)
-        if not (node.users or is_input or node.op == "output") and is_dropped:
-            graph.erase_node(node)
-            found.pop(node, None)
-    return graph, [*found.values()]
+        if node in needed or is_input or (with_writes and not _is_pure(node)):
+            needed |= {node, *node.all_input_nodes}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in sorted(nodes, key=lambda node: node.op != "placeholder"):
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in returned))
+    return graph, [found[node] for node in copies if node in found]
 
 
 def _function_of(graph: fx.Graph) -> Callable[..., Any]:
@@ -320,14 +323,22 @@ def _function_of(graph: fx.Graph) -> Callable[..., Any]:
     return partial(known["forward"], None)
 
 
-def explain(error: BaseException) -> str:
-    """Return the reason why a step cannot be recorded, and the line outside of torch and Pyro."""
-    message = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    libraries = tuple(f"{Path(str(library.__file__)).parent}{os.sep}" for library in (torch, pyro))
-    own = __file__, str(_torch.__file__)
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith((*libraries, *own, "<"))]
-    if not outside:
-        return message
-    line = linecache.getline(outside[-1].filename, outside[-1].lineno or 0).strip()
-    return f"{message}, at {outside[-1].filename}:{outside[-1].lineno}, `{line}`"
+class NotCompiledError(Exception):
+    """A step cannot be recorded, compiled or captured; the message is the reason."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise an error of a block with its reason, and the line outside of torch and Pyro."""
+    try:
+        yield
+    except Exception as error:
+        message = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        folders = (f"{Path(str(each.__file__)).parent}{os.sep}" for each in (torch, pyro))
+        inside = (*folders, __file__, str(_torch.__file__), "<")
+        frames = traceback.extract_tb(error.__traceback__)
+        outside = [frame for frame in frames if not frame.filename.startswith(inside)]
+        if outside:
+            line = linecache.getline(outside[-1].filename, outside[-1].lineno or 0).strip()
+            message += f", at {outside[-1].filename}:{outside[-1].lineno}, `{line}`"
+        raise NotCompiledError(message) from error

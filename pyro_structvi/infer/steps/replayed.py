@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.recording import Outputs, Record
+from pyro_structvi.infer.steps.recording import Outputs, Record, explained
 from pyro_structvi.infer.steps.step import Call, Loss, numbers_of
-from pyro_structvi.infer.terms import ELBOTerms
 from pyro_structvi.linalg.matrices import rows_in_one
 
 GRAPH_DEVICE = "cuda"
@@ -61,93 +60,92 @@ class ReplayedStep:
         backend: A backend of ``torch.compile``, None, or "auto".
 
     Attributes:
-        updates: Whether each call updates the parameters, too.
-        keeps: Objects that must stay alive with this step.
-        difference: Relative difference of the replayed loss and Python's.
-        to_compare: How many steps are still to be compared with Python's.
-        refusal: Why the record must not be replayed, or "".
-        eager_seconds: The shortest duration of Python's step.
-
-    Raises:
-        RuntimeError: In a call, if it cannot be recorded, compiled or captured.
+        updates: Whether a call updates the parameters; otherwise it sets their gradients.
+        generators: The random generators of the host and of the parameters' devices.
+        taken: The number of steps of this kind.
+        to_compare: How many of them are still to be compared with Python's.
+        eager_seconds: The shortest duration of Python's.
+        is_compiled: Whether the operations of loss and gradients are compiled.
     """
 
-    keeps: Sequence[object] = ()
-    difference = 0.0
+    taken = 1
     to_compare = 2  # the record and a replay
-    refusal = ""
     eager_seconds = math.inf
+    is_compiled = False
 
     def __init__(self, loss: Loss, optimizer: OneOptimizer, backend: str | None) -> None:
         self._loss, self._optimizer = loss, optimizer
         self._parameters = [p for p in optimizer.parameters if p.requires_grad]
         self._device = self._parameters[0].device
         self._captures = self._device.type == GRAPH_DEVICE
-        self.updates = optimizer.can_skip and not optimizer.runs_hooks
-        self._is_auto, self._is_compiled = backend == "auto", False
-        usual = None if self._captures else "inductor"
-        self._backend = usual if self._is_auto else backend
+        self._backend = None if self._captures and backend == "auto" else backend
+        self.updates, self.generators = optimizer.can_be_recorded, optimizer.generators
         dtype = torch.promote_types(torch.float32, self._parameters[0].dtype)
         self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
+        # Fused optimizers read single precision on a GPU, and any on a CPU.
+        dtype = torch.float64 if self._device.type == "cpu" else torch.float32
+        self._rates = [torch.zeros((), dtype=dtype, device=self._device) for _ in optimizer.groups]
         self._record: Record | None = None
         self._update_record: Record | None = None
         self._graph: CUDAGraph | None = None
-        self._sites: tuple[list[str], list[str]] = [], []
 
     @property
     def is_ready(self) -> bool:
-        """Whether nothing is left to compare, compile or capture."""
-        is_compiled = self._is_compiled == (self._backend is not None)
-        is_captured = self._graph is not None or not self._captures
-        return not self.to_compare and is_compiled and is_captured
+        """Whether nothing is left to compare or capture."""
+        return not self.to_compare and (self._graph is not None or not self._captures)
 
     @property
     def num_operations(self) -> int:
         """The number of recorded operations of loss and gradients."""
         return 0 if self._record is None else len(self._record)
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The tensors that a replay changes, apart from parameters and the optimizer's state."""
+        return [] if self._record is None else self._record.written
+
     def holds(self, call: Call) -> bool:
         """Whether Python would read the same values as in the record."""
         return self._record is None or self._record.holds([self._kl_weight, *call.tensors])
 
-    def __call__(self, call: Call) -> Outputs:
-        """Return the numbers, the terms and the gradients of a step, and update if that is recorded."""
+    def __call__(self, call: Call) -> Tensor:
+        """Record or replay a step; return its numbers.
+
+        Raises:
+            RuntimeError: If it cannot be recorded or compiled.
+            NotCompiledError: If it cannot be captured.
+        """
         self._kl_weight.fill_(self._loss.elbo.current_kl_weight)
-        self._optimizer.read_rates()
+        for rate, group in zip(self._rates, self._optimizer.groups, strict=True):
+            rate.fill_(group["lr"])
         inputs = [self._kl_weight, *call.tensors]
         with torch.cuda.device_of(self._kl_weight):
             if self._record is None:
-                return self._make_records(call, inputs)
-            if self._backend is not None and not self._is_compiled:
-                self._compile(self._record, self._backend, inputs)
-            if not self._captures:
-                return self._replay(inputs)
-            if self.to_compare:
-                return self._warm_up(inputs)
-            if self._graph is None:
-                self._graph = CUDAGraph(self._replay, inputs)
-            return self._graph(inputs)
+                outputs = self._make_records(call, inputs)
+            elif not self._captures:
+                outputs = self._replay(inputs)
+            elif self.to_compare:
+                outputs = self._warm_up(inputs)
+            else:
+                if self._graph is None:
+                    with explained():
+                        self._graph = CUDAGraph(self._replay, inputs)
+                outputs = self._graph(inputs)
+        if not self.updates:
+            self._set_gradients(self._gradients(outputs))
+        return outputs[0]
 
-    def compile(self, backend: str) -> None:
-        """Let the next call compile the record, and have it compared with Python's step.
-
-        Args:
-            backend: A backend of ``torch.compile``.
-        """
-        self._backend, self.to_compare = backend, 1
+    def compile(self, backend: str, call: Call) -> None:
+        """Compile the record for such calls, and have the next one compared with Python's step."""
+        assert self._record is not None
+        self._record.compile(backend, [self._kl_weight, *call.tensors])
+        self.is_compiled, self.to_compare = True, max(1, self.to_compare)
 
     def interpret(self) -> None:
         """Run the operations one by one again."""
         assert self._record is not None
         self._record.interpret()
-        self._backend, self._is_compiled, self.to_compare, self.refusal = None, False, 0, ""
-
-    def unpack(self, outputs: Outputs) -> tuple[Tensor, ELBOTerms]:
-        """Set the gradients of the parameters; return the numbers and the terms."""
-        self._set_gradients(outputs)
-        values = iter(outputs[1:])
-        likelihood, kl = (dict(zip(names, values, strict=False)) for names in self._sites)
-        return outputs[0], ELBOTerms(likelihood, kl)
+        self.is_compiled, self.to_compare = False, 0
 
     # ---- records ---------------------------------------------------------------------------------
 
@@ -158,62 +156,60 @@ class ReplayedStep:
                 f"The parameters are on {self._device}, but an argument is on {elsewhere[0].device}. "
                 "Move it there before the step."
             )
-        record = Record(lambda *given: self._differentiate(call, given), inputs)
-        outputs, record.outputs = record.outputs, ()
-        self._record = record
-        if self._is_auto and not record.can_be_compiled:
-            self._backend = None
+        self._record = Record(lambda *given: self._differentiate(call, given), inputs)
+        outputs, self._record.outputs = self._record.outputs, ()
         if self.updates:
             names = self._optimizer.state_names
-            with self._optimizer.tensor_rates(self._device):
-                self._update_record = Record(self._update, self._laid_out(outputs))
+            with self._optimizer.rates_in(self._rates):
+                given = [outputs[0], *self._gradients(outputs)]
+                self._update_record = Record(self._update, given)
             if self._optimizer.state_names != names:
                 raise RuntimeError("the optimizer makes its state in this step, not in the first")
+        if self._backend == "auto" and self._record.can_be_compiled:
+            self.compile("inductor", call)
+        elif self._backend not in (None, "auto"):
+            self.compile(self._backend, call)
         return outputs
 
     def _differentiate(self, call: Call, tensors: Sequence[Tensor]) -> Outputs:
-        """Return the numbers, the term of each site, and the gradient of each parameter."""
+        """Return the numbers of a step and the gradient of each parameter that has one."""
         kl_weight, *given = tensors
         args, kwargs = call.with_tensors(given)
         blocks = nullcontext() if self._backend is None else rows_in_one()
         with pyro.validation_enabled(False), blocks:
-            terms: ELBOTerms = self._loss.elbo.terms(*self._loss.parts, *args, **kwargs)
+            terms = self._loss.terms(*args, **kwargs)
         loss = -terms.weighted(kl_weight)
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         pairs = zip(self._parameters, gradients, strict=True)
         used = {parameter: gradient for parameter, gradient in pairs if gradient is not None}
-        self._parameters, self._sites = [*used], ([*terms.log_likelihood], [*terms.kl])
-        values = (*terms.log_likelihood.values(), *terms.kl.values())
-        numbers = numbers_of(loss, terms, used.values())
-        return numbers, *(value.detach() for value in values), *used.values()
+        self._parameters = [*used]
+        return numbers_of(loss, terms, used.values()), *used.values()
 
-    def _update(self, *outputs: Tensor) -> Outputs:
-        """Update the parameters by the gradients of a step, unless one of its numbers is not finite."""
-        self._set_gradients(outputs)
-        self._optimizer.step(skip=(~outputs[0][1:].sum().isfinite()).to(torch.float32))
+    def _update(self, numbers: Tensor, *gradients: Tensor) -> Outputs:
+        """Update the parameters by gradients, unless one of the numbers of a step is not finite."""
+        self._set_gradients(gradients)
+        self._optimizer.step(skip=(~numbers[1:].sum().isfinite()).to(torch.float32))
         return ()
 
-    def _set_gradients(self, outputs: Outputs) -> None:
-        gradients = outputs[len(outputs) - len(self._parameters) :]
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = _laid_out_as(gradient, parameter)
+    def _gradients(self, outputs: Outputs) -> list[Tensor]:
+        """Return gradients laid out as their parameters, which fused optimizers take for granted."""
+        pairs = zip(outputs[1:], self._parameters, strict=True)
+        return [
+            grad if grad.stride() == own.stride() else torch.empty_like(own).copy_(grad)
+            for grad, own in pairs
+        ]
 
-    def _laid_out(self, outputs: Outputs) -> list[Tensor]:
-        """Return the numbers and the gradients of a step, in the layouts of their parameters."""
-        gradients = outputs[len(outputs) - len(self._parameters) :]
-        return [outputs[0], *map(_laid_out_as, gradients, self._parameters)]
+    def _set_gradients(self, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     # ---- replays ---------------------------------------------------------------------------------
-
-    def _compile(self, record: Record, backend: str, inputs: list[Tensor]) -> None:
-        record.compile(backend, inputs)
-        self._is_compiled = True
 
     def _replay(self, inputs: Sequence[Tensor]) -> Outputs:
         assert self._record is not None
         outputs = self._record(inputs)
         if self._update_record is not None:
-            self._update_record(self._laid_out(outputs))
+            self._update_record([outputs[0], *self._gradients(outputs)])
         return outputs
 
     def _warm_up(self, inputs: Sequence[Tensor]) -> Outputs:
@@ -239,10 +235,3 @@ def _usable_after_a_failed_capture() -> Iterator[None]:
         torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(before)
         raise
-
-
-def _laid_out_as(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient in its parameter's layout, which fused optimizers take for granted."""
-    if gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)

@@ -1,6 +1,5 @@
 """The parts of a training step: its arguments, loss, numbers and errors, and the history of steps."""
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,37 +80,22 @@ class Loss(nn.Module):
         """The parameters of the modules that require gradients, by name."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ELBOTerms | ValueError]:
-        """Return the loss and its terms, or NaN and the error if a distribution refuses a value.
+    def terms(self, *args: Any, **kwargs: Any) -> ELBOTerms:
+        """Return the terms of the bound.
 
-        All processes of a distributed run then take the same backward pass and stop at the same step.
+        Raises:
+            ValueError: If a distribution refuses a value.
         """
-        try:
-            terms = self.elbo.terms(*self.parts, *args, **kwargs)
-        except ValueError as error:
-            if not self.trained:
-                raise
-            sums = [math.nan * parameter.sum() for parameter in self.trained.values()]
-            return torch.stack(sums).sum(), error
-        return -terms.weighted(self.elbo.current_kl_weight), terms
+        return self.elbo.terms(*self.parts, *args, **kwargs)
 
 
-def numbers_of(
-    loss: Tensor, terms: ELBOTerms | ValueError, gradients: Iterable[Tensor | None]
-) -> Tensor:
-    """Return loss, log likelihood, KL and the norm of all gradients as one tensor, ``(4,)``.
-
-    Loss, log likelihood and KL are NaN for an error instead of terms.
-    """
+def numbers_of(loss: Tensor, terms: ELBOTerms, gradients: Iterable[Tensor | None]) -> Tensor:
+    """Return loss, log likelihood, KL and the norm of all gradients as one tensor, ``(4,)``."""
     given = [gradient for gradient in gradients if gradient is not None]
-    norm = (
-        norm_of(given, for_compilers=is_recording()).to(loss) if given else torch.zeros_like(loss)
-    )
-    if isinstance(terms, ValueError):
-        return torch.stack([loss, loss, loss, norm]).detach()
+    norm = norm_of(given, for_compilers=is_recording()) if given else torch.zeros_like(loss)
     likelihood = ELBOTerms(terms.log_likelihood, {}).elbo
     kl = -ELBOTerms({}, terms.kl).elbo  # not a difference of large numbers
-    return torch.stack([loss, likelihood.to(loss), kl.to(loss), norm]).detach()
+    return torch.stack([each.to(loss) for each in (loss, likelihood, kl, norm)]).detach()
 
 
 @dataclass(frozen=True)
@@ -164,12 +148,10 @@ def error_of(
         bad = [name for name, value in values.items() if not _is_finite(value)]
         if bad:
             remedy = "Drop or mend these examples" if kind == "data" else _REMEDY
-            error = FloatingPointError(
+            return FloatingPointError(
                 f"{where}, the {kind} {bad} is not finite. "
                 f"Parameters and buffers are those before this step. {remedy}."
             )
-            error.__cause__ = refusal
-            return error
     if refusal and loss.elbo.step:
         text = str(refusal).split("Trace Shapes:")[0].strip()  # those of Pyro's
         return ValueError(
