@@ -48,7 +48,7 @@ MakeMethod = Callable[[nn.Module, Tensor, Tensor], Method]
 
 # An engine takes an ordinary step, traces, and compiles; on a GPU it warms up in three steps instead,
 # and captures in the next, which allocates all that the later ones use.
-COMPILING_STEPS = 5 if torch.cuda.is_available() else 3
+COMPILING_STEPS = 6 if torch.cuda.is_available() else 4
 
 
 # ---- ways to step --------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ def test_a_record_holds_for_inputs_of_which_python_reads_the_same():
     assert record.holds([x + 4])
     torch.testing.assert_close(record([x + 4])[0], 2 * (x + 4))
     assert not record.holds([-x])
-    assert len(Record(lambda x: (x * float(torch.zeros(()) + 2.0),), [x])) == 1
+    record = Record(lambda x: (x * float(torch.zeros(()) + 2.0),), [x])
+    assert len(record.operations) == 1
 
 
 def test_each_branch_that_inputs_choose_is_a_record_of_its_own():

@@ -33,26 +33,18 @@ Outputs = tuple[Tensor, ...]
 
 
 class _Recorder(DispatchMode):
-    """Writes the operations of a block into a graph while they run.
-
-    Args:
-        inputs: The tensors that change between calls.
-
-    Attributes:
-        found: The tensors that the block finds elsewhere, such as parameters, by their nodes.
-        read: The operations that tell Python a value, with it.
-    """
+    """Writes the operations of a block into a graph while they run; its inputs change between calls."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.found: dict[fx.Node, Tensor] = {}
-        self.read: dict[fx.Node, Any] = {}
+        self.found: dict[fx.Node, Tensor] = {}  # elsewhere than in the block, such as parameters
+        self.read: dict[fx.Node, Any] = {}  # values that Python reads
+        self.written: set[StorageWeakRef | None] = set()  # memory
+        self.memory: dict[fx.Node, StorageWeakRef | None] = {}  # of results
         self._nodes = TensorKeyDictionary()
-        self._by_memory: dict[Any, fx.Node] = {}  # nodes, by memory and layout
-        self._storages: dict[fx.Node, StorageWeakRef | None] = {}
-        self._written: set[StorageWeakRef | None] = set()
-        self._of_inputs = {_storage(tensor) for tensor in inputs}
+        self._by_layout: dict[Any, fx.Node] = {}
+        self._of_inputs = {_memory_of(tensor) for tensor in inputs}
         self._is_on_host = inputs[0].device.type == "cpu"
         for tensor in inputs:
             self._add_placeholder(tensor)
@@ -60,12 +52,7 @@ class _Recorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and record it.
-
-        Raises:
-            RuntimeError: If Python reads a value computed in the step, or if the size of a result
-                depends on values.
-        """
+        """Run an operation and record it."""
         kwargs = kwargs or {}
         if _torch.is_profiler_mark(func):
             return func(*args, **kwargs)
@@ -77,7 +64,7 @@ class _Recorder(DispatchMode):
         if is_read:
             return self._read(node, func(*args, **kwargs))
         written = tree_leaves(written_arguments(func, args, kwargs))
-        self._written |= {_storage(each) for each in written if isinstance(each, Tensor)}
+        self.written |= {_memory_of(each) for each in written if isinstance(each, Tensor)}
         results = func(*args, **kwargs)
         if isinstance(results, (list, tuple)):
             for number, result in enumerate(results):
@@ -98,14 +85,8 @@ class _Recorder(DispatchMode):
             self.found[node] = argument
         return node
 
-    def written(self) -> list[Tensor]:
-        """Return the tensors without gradients that the block finds and writes, such as statistics."""
-        found = self.found.items()
-        written = [value for node, value in found if self._storages[node] in self._written]
-        return [value for value in written if not value.requires_grad]
-
     def _add_placeholder(self, tensor: Tensor) -> fx.Node:
-        node = self.graph.placeholder(f"t{len(self._storages)}")
+        node = self.graph.placeholder(f"t{len(self.memory)}")
         self._name(tensor, node)
         self._nodes[tensor] = node  # also of one of several tensors in the same memory
         return node
@@ -114,26 +95,21 @@ class _Recorder(DispatchMode):
         """Give a result its node: an earlier one if that has the same memory and layout."""
         if not isinstance(result, Tensor):
             return
-        self._storages[node] = storage = _storage(result)
+        self.memory[node] = memory = _memory_of(result)
         # Inputs may share memory in this call only.
-        if storage is not None and storage not in self._of_inputs:
+        if memory is not None and memory not in self._of_inputs:
             layout = result.storage_offset(), result.shape, result.stride(), result.dtype
-            key = storage, *layout, result.is_conj(), result.is_neg()
-            node = self._by_memory.setdefault(key, node)
+            key = memory, *layout, result.is_conj(), result.is_neg()
+            node = self._by_layout.setdefault(key, node)
         self._nodes[result] = node
 
     def _read(self, node: fx.Node, value: Any) -> Any:
-        """Return a value that Python reads, and keep it unless it is a constant.
-
-        Raises:
-            RuntimeError: If the value depends on a parameter, a random number or a change in place.
-        """
+        """Return a value that Python reads, if it depends on inputs and constants only."""
         before = [node]
         for each in before:  # which grows meanwhile
             before += [other for other in each.all_input_nodes if other not in before]
-        found = [self.found[each] for each in before if each in self.found]
-        is_trained = any(tensor.requires_grad for tensor in found)
-        is_changing = any(self._storages.get(each) in self._written for each in before)
+        is_trained = any(self.found[each].requires_grad for each in before if each in self.found)
+        is_changing = any(self.memory.get(each) in self.written for each in before)
         if is_trained or is_changing or not all(map(_is_pure, before)):
             raise RuntimeError("Python reads a tensor's value")
         if any(each.op == "placeholder" for each in before):
@@ -144,9 +120,6 @@ class _Recorder(DispatchMode):
         """Whether an operation depends on constants of the host only, for parameters on a GPU.
 
         A CUDA graph neither runs it again nor copies its result from the host.
-
-        Raises:
-            RuntimeError: If it draws or writes on the host, which a CUDA graph would not.
         """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = "cpu" if tensors else torch.device(kwargs.get("device") or "cpu").type
@@ -166,12 +139,26 @@ class _Recorder(DispatchMode):
             raise RuntimeError(f"`{function}` changes a tensor of the host")
         return True
 
+    def part(self, returned: list[fx.Node], with_writes: bool) -> tuple[fx.Graph, list[Tensor]]:
+        """Return the operations that results need, and all that write, with the tensors they find."""
+        nodes, needed = [*self.graph.nodes], {*returned}
+        for node in reversed(nodes):
+            is_input = node.op == "placeholder" and node not in self.found
+            if node in needed or is_input or (with_writes and not _is_pure(node)):
+                needed |= {node, *node.all_input_nodes}
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in sorted(nodes, key=lambda node: node.op != "placeholder"):
+            if node in needed:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in returned))
+        return graph, [self.found[node] for node in copies if node in self.found]
 
-def _storage(value: Any) -> StorageWeakRef | None:
+
+def _memory_of(tensor: Tensor) -> StorageWeakRef | None:
     """Return what is equal for tensors that share memory, now and later; None without memory."""
     try:
-        return StorageWeakRef(value.untyped_storage())
-    except (AttributeError, NotImplementedError, RuntimeError):  # numbers, and sparse tensors
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # of sparse tensors
         return None
 
 
@@ -238,12 +225,12 @@ class Record:
         ):
             self.outputs = function(*apart)
         returned = [recorder.node_of(value) for value in self.outputs]
-        self.written = recorder.written()
-        self._read = (*recorder.read.values(),)
-        reads, self._read_tensors = _part(recorder, [*recorder.read], with_writes=False)
-        self._run_reads = _function_of(reads)
-        self.graph, self._tensors = _part(recorder, returned, with_writes=True)
+        self.graph, self._tensors = recorder.part(returned, with_writes=True)
         self._run = self._run_operations = _function_of(self.graph)
+        reads, self._read_tensors = recorder.part([*recorder.read], with_writes=False)
+        self._run_reads, self._read = _function_of(reads), (*recorder.read.values(),)
+        constant = [tensor for tensor in recorder.found.values() if not tensor.requires_grad]
+        self.written = [each for each in constant if _memory_of(each) in recorder.written]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """Repeat the call with other inputs of the same shapes."""
@@ -251,9 +238,12 @@ class Record:
             outputs: Outputs = self._run(*inputs, *self._tensors)
             return outputs
 
-    def __len__(self) -> int:
-        """The number of operations."""
-        return len(self.operations)
+    def holds(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the values that Python read are the same for these inputs."""
+        if not self._read:
+            return True
+        with torch.no_grad(), autocast_off(inputs[0]):
+            return bool(self._run_reads(*inputs, *self._read_tensors) == self._read)
 
     @property
     def operations(self) -> list[Any]:
@@ -265,13 +255,6 @@ class Record:
     def can_be_compiled(self) -> bool:
         """Whether compilers take all operations."""
         return _torch.LSTM_LAYERS.isdisjoint(self.operations)
-
-    def holds(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the values that Python read are the same for these inputs."""
-        if not self._read:
-            return True
-        with torch.no_grad(), autocast_off(inputs[0]):
-            return bool(self._run_reads(*inputs, *self._read_tensors) == self._read)
 
     def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
         """Let a compiler fuse the operations; random numbers still come from torch's generators.
@@ -294,23 +277,6 @@ class Record:
     def interpret(self) -> None:
         """Run the operations one by one again."""
         self._run = self._run_operations
-
-
-def _part(
-    recorder: _Recorder, returned: list[fx.Node], with_writes: bool
-) -> tuple[fx.Graph, list[Tensor]]:
-    """Return the operations that results need, and all that write, with the tensors they find."""
-    nodes, found, needed = [*recorder.graph.nodes], recorder.found, {*returned}
-    for node in reversed(nodes):
-        is_input = node.op == "placeholder" and node not in found
-        if node in needed or is_input or (with_writes and not _is_pure(node)):
-            needed |= {node, *node.all_input_nodes}
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in sorted(nodes, key=lambda node: node.op != "placeholder"):
-        if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in returned))
-    return graph, [found[node] for node in copies if node in found]
 
 
 def _function_of(graph: fx.Graph) -> Callable[..., Any]:

@@ -97,7 +97,7 @@ class ReplayedStep:
     @property
     def num_operations(self) -> int:
         """The number of recorded operations of loss and gradients."""
-        return 0 if self._record is None else len(self._record)
+        return 0 if self._record is None else len(self._record.operations)
 
     @property
     def buffers(self) -> list[Tensor]:

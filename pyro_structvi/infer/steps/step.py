@@ -1,6 +1,6 @@
 """The parts of a training step: its arguments, loss, numbers and errors, and the history of steps."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Call:
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.key = (self._structure, *map(_kind_of, self._leaves))
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_tensors(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other tensors."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
@@ -41,7 +41,6 @@ class Call:
 
 
 def _kind_of(leaf: Any) -> Hashable:
-    """Return what is equal for arguments that can share one compiled step."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
     by_value = isinstance(leaf, Hashable) and type(leaf).__hash__ is not object.__hash__
@@ -54,12 +53,7 @@ def _kind_of(leaf: Any) -> Hashable:
 
 
 class Loss(nn.Module):
-    """Minus the bound of a model and a guide.
-
-    Args:
-        model: The model, a module or not.
-        guide: The guide, a module or not.
-        elbo: The objective.
+    """Minus the bound of a model and a guide, which may be modules.
 
     Attributes:
         parts: Model and guide with their handlers; in a tuple, so that they are not submodules.
@@ -81,11 +75,7 @@ class Loss(nn.Module):
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
     def terms(self, *args: Any, **kwargs: Any) -> ELBOTerms:
-        """Return the terms of the bound.
-
-        Raises:
-            ValueError: If a distribution refuses a value.
-        """
+        """Return the terms of the bound."""
         return self.elbo.terms(*self.parts, *args, **kwargs)
 
 
@@ -100,14 +90,7 @@ def numbers_of(loss: Tensor, terms: ELBOTerms, gradients: Iterable[Tensor | None
 
 @dataclass(frozen=True)
 class StepTerms:
-    """The terms of a step before its update, in nats.
-
-    Attributes:
-        loss: The loss.
-        log_likelihood: The expected log likelihood.
-        kl: The KL divergence.
-        kl_weight: Its weight in the loss.
-    """
+    """The terms of a step before its update, in nats, and the weight of the KL in its loss."""
 
     loss: float
     log_likelihood: float
@@ -132,34 +115,32 @@ def error_of(
         batch: The arguments of the step.
         terms: The terms of the bound, or the error of the distribution that refused a value.
     """
-    where = f"At step {loss.elbo.step}"
-    refusal = terms if isinstance(terms, ValueError) else None
-    parts = terms if isinstance(terms, ELBOTerms) else ELBOTerms({}, {})
-    names = {parameter: name for name, parameter in loss.named_parameters()}
-    gradients = {names.get(p, f"parameter {i}"): p.grad for i, p in enumerate(parameters)}
+    where, kept = f"At step {loss.elbo.step}", "Parameters and buffers are those before this step."
     args, kwargs = batch
     kinds: dict[str, dict[str, Any]] = {
-        "data": {f"argument {i}": value for i, value in enumerate(args)} | kwargs,
-        "log likelihood of the sites": parts.log_likelihood,
-        "KL of the sites": parts.kl,
-        "gradient of": {} if refusal else gradients,
+        "data": {f"argument {i}": value for i, value in enumerate(args)} | kwargs
     }
+    if isinstance(terms, ELBOTerms):
+        names = {parameter: name for name, parameter in loss.named_parameters()}
+        kinds["log likelihood of the sites"] = terms.log_likelihood
+        kinds["KL of the sites"] = terms.kl
+        kinds["gradient of"] = {
+            names.get(p, f"parameter {i}"): p.grad for i, p in enumerate(parameters)
+        }
     for kind, values in kinds.items():
         bad = [name for name, value in values.items() if not _is_finite(value)]
         if bad:
             remedy = "Drop or mend these examples" if kind == "data" else _REMEDY
-            return FloatingPointError(
-                f"{where}, the {kind} {bad} is not finite. "
-                f"Parameters and buffers are those before this step. {remedy}."
-            )
-    if refusal and loss.elbo.step:
-        text = str(refusal).split("Trace Shapes:")[0].strip()  # those of Pyro's
-        return ValueError(
-            f"{where}: {text} Parameters and buffers are those before this step. Where the "
-            f"data are as in earlier steps, the parameters were led astray. {_REMEDY}."
-        )
-    overflow = f"{where}, the norm of all gradients overflows. The parameters are unchanged."
-    return refusal or FloatingPointError(overflow)
+            return FloatingPointError(f"{where}, the {kind} {bad} is not finite. {kept} {remedy}.")
+    if isinstance(terms, ELBOTerms):
+        return FloatingPointError(f"{where}, the norm of all gradients overflows. {kept}")
+    if not loss.elbo.step:
+        return terms
+    text = str(terms).split("Trace Shapes:")[0].strip()  # those of Pyro's
+    return ValueError(
+        f"{where}: {text} {kept} Where the data are as in earlier steps, the parameters were led "
+        f"astray. {_REMEDY}."
+    )
 
 
 def _is_finite(value: Any) -> bool:
@@ -195,9 +176,8 @@ class History:
 
     def __repr__(self) -> str:
         """Return the number of steps and the last bound."""
-        return (
-            f"History({len(self.elbo)} steps{''.join(f', elbo={e:.6g}' for e in self.elbo[-1:])})"
-        )
+        last = "".join(f", elbo={elbo:.6g}" for elbo in self.elbo[-1:])
+        return f"History({len(self.elbo)} steps{last})"
 
     def add(self, terms: StepTerms, lr: float) -> None:
         """Write down a step."""
