@@ -14,7 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_structvi as ps
 from pyro_structvi.infer import checkpoint
-from pyro_structvi.infer.steps.compiled import EagerStep
+from pyro_structvi.infer.steps.eager import EagerStep
 from tests.infer.checkpointed_runs import (
     DATA,
     STEPS,

@@ -8,7 +8,8 @@ import torch
 
 import pyro_structvi as ps
 from pyro_structvi.infer.steps import engines
-from pyro_structvi.infer.steps.compiled import CompiledStep, EagerStep
+from pyro_structvi.infer.steps.compiled import CompiledStep
+from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.recording import Record
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from tests.infer.test_engines import ways

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay, History
 from pyro_structvi.infer.data_warnings import PRIOR_DRAWS
-from pyro_structvi.infer.steps.compiled import EagerStep
+from pyro_structvi.infer.steps.eager import EagerStep
 from tests.models import make_classifier, make_regressor, regression_data
 
 

@@ -1,118 +1,23 @@
-"""Eager training steps, and recorded ones."""
+"""Training steps that are recorded and replayed."""
 
 import math
 import time
 from collections.abc import Hashable
-from contextlib import nullcontext
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
 
-from pyro_structvi._checks import shape_text, warn_user
-from pyro_structvi._pyro import ONE_THREAD, stored_parameter
-from pyro_structvi.infer.steps.modules import Modules
+from pyro_structvi._checks import warn_user
+from pyro_structvi._pyro import stored_parameter
+from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.recording import NotCompiledError, explained
 from pyro_structvi.infer.steps.replayed import ReplayedStep
-from pyro_structvi.infer.steps.step import Call, Loss, StepTerms, error_of, numbers_of
+from pyro_structvi.infer.steps.step import Call, Loss
 from pyro_structvi.infer.steps.undo import saved
-from pyro_structvi.infer.terms import ELBOTerms
 
 MOST_KINDS = 32
-
-
-class EagerStep:
-    """A step of ``SVI`` with one optimizer; a Pyro optimizer adopts the parameters of each step.
-
-    Args:
-        loss: The loss.
-        optimizer: The optimizer.
-
-    Attributes:
-        notes: Notes on tracing and compilation, with steps and reasons.
-    """
-
-    def __init__(self, loss: Loss, optimizer: OneOptimizer) -> None:
-        self.loss, self.optimizer = loss, optimizer
-        self.notes: list[str] = []
-        self._modules = Modules(loss.parts)
-        self._numbers = torch.zeros(4)  # of the last eager step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> StepTerms:
-        """Take a step and count it for the schedule of the KL weight.
-
-        On an error parameters and buffers stay as they were.
-        """
-        weight = self.loss.elbo.current_kl_weight
-        self.optimizer.check_rates()
-        try:
-            with ONE_THREAD:
-                loss, likelihood, kl, _ = self.take(args, kwargs)
-        except Exception:
-            self.loss.zero_grad()
-            self.optimizer.forget_gradients()
-            raise
-        finally:
-            torch.clear_autocast_cache()  # of the weights before the update
-        self.loss.elbo.advance()
-        return StepTerms(loss, likelihood, kl, weight)
-
-    def note(self, text: str) -> None:
-        """Write down a note on this step."""
-        self.notes.append(f"Step {self.loss.elbo.step}: {text}")
-
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step that is not counted; return the numbers of :func:`numbers_of`."""
-        return self.take_eagerly(args, kwargs)
-
-    def take_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step by Python that is not counted; return its numbers.
-
-        Raises:
-            FloatingPointError: If a term or a gradient is not finite.
-            ValueError: If a distribution refuses a value that is finite.
-        """
-        restore, is_pyros = self._modules.saved(), self.optimizer.is_pyros
-        try:
-            with poutine.trace(param_only=True) if is_pyros else nullcontext() as capture:
-                terms = self._terms(args, kwargs)
-                loss = -terms.weighted(self.loss.elbo.current_kl_weight)
-                if loss.requires_grad:
-                    torch.autograd.backward(loss)
-            if capture is None:
-                self._refuse_other_parameters()
-            else:
-                met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
-                self.optimizer.adopt(dict.fromkeys(met))
-            parameters = self.optimizer.parameters
-            self._numbers = numbers_of(loss, terms, [each.grad for each in parameters])
-            read: list[float] = self._numbers.tolist()
-            if not math.isfinite(sum(read[1:])):
-                raise error_of(self.loss, parameters, (args, kwargs), terms)
-        except Exception:
-            restore()
-            raise
-        self.optimizer.step()
-        return read
-
-    def _terms(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ELBOTerms:
-        try:
-            return self.loss.terms(*args, **kwargs)
-        except ValueError as error:
-            clearer = error_of(self.loss, (), (args, kwargs), error)
-            raise clearer from (error.__cause__ if clearer is error else error)
-
-    def _refuse_other_parameters(self) -> None:
-        untouched = [p for p in self.optimizer.parameters if p.requires_grad and p.grad is None]
-        own = {id(tensor) for tensor in self._modules.tensors()} if untouched else ()
-        foreign = [shape_text(p.shape) for p in untouched if id(p) not in own]
-        if foreign:
-            raise ValueError(
-                f"`optim` must train parameters of model and guide, but {len(foreign)} of its "
-                f"parameters, of shapes {foreign[:3]}, belong to neither. Make it of "
-                "`guide.parameters()`, and of `model.parameters()` if there are point estimates."
-            )
 
 
 class CompileFallbackWarning(UserWarning):
@@ -122,8 +27,9 @@ class CompileFallbackWarning(UserWarning):
 class CompiledStep(EagerStep):
     """Records the third step of each kind of call, and replays it from the fifth step on.
 
-    The third and the fourth step are eager ones, compared with the record and with its replay. A record
-    is not used if it gives another loss or draws other random numbers.
+    The first four steps of a kind are eager. The second must change no values that a replay would not;
+    the third is compared with the record, and the fourth with a replay. A record is not used if it gives
+    another loss or draws other random numbers.
 
     Args:
         loss: The loss.
@@ -134,8 +40,8 @@ class CompiledStep(EagerStep):
         is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.
 
     Attributes:
-        kinds: The recorded steps, by arguments and the state of model and guide: one for each set of
-            values that Python reads.
+        kinds: The steps by arguments and the state of model and guide: one for each set of values that
+            Python reads.
     """
 
     warns = True
@@ -155,9 +61,9 @@ class CompiledStep(EagerStep):
         self._watches, self._is_exact = watches, is_exact
         self._last_state: Hashable = None  # None where Python has run since
         self._stored: list[str] = []  # names of parameters in Pyro's store
-        self.kinds: dict[Hashable, list[ReplayedStep]] = {}
         self._alive: list[object] = []  # objects that states identify by ``id``
-        self._refused: dict[Hashable, str] = {}  # reasons, by the arguments
+        self.kinds: dict[Hashable, list[ReplayedStep]] = {}
+        self._refused: dict[Hashable, str] = {}  # reasons, by the key of the call
         self._said: set[str] = set()
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
@@ -196,7 +102,7 @@ class CompiledStep(EagerStep):
         return super().take_eagerly(args, kwargs)
 
     def kind_of(self, call: Call) -> ReplayedStep | None:
-        """Return the recorded step for a call, or None if it is the first call of its kind."""
+        """Return the step for a call, or None if it is the first call of its kind."""
         if self._watches or self._last_state is None:
             self._last_state = self._state()
         steps = self.kinds.get((call.key, self._last_state), ())
@@ -206,28 +112,23 @@ class CompiledStep(EagerStep):
         """Take the first step of a kind eagerly, and find the parameters."""
         if sum(map(len, self.kinds.values())) == MOST_KINDS:
             self._say(
-                f"There are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and "
-                "values that Python reads. Pass numbers that change as tensors, and pad what has many "
-                "sizes."
+                f"There are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and read "
+                "values. Pass numbers that change as tensors, and pad what has many sizes."
             )
             return self.take_eagerly(call.args, call.kwargs)
         with poutine.trace(param_only=True) as capture:
             numbers = self.take_eagerly(call.args, call.kwargs)
         self.loss.zero_grad()  # also of parameters that the optimizer does not train
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
-        step = ReplayedStep(self.loss, self.optimizer, self._backend)
         stored = map(stored_parameter, self._stored)
         self._alive += [*self._modules.parts(), self.optimizer.groups, *stored]
         key = call.key, self._state()  # now that the parameters are known
+        step = ReplayedStep(self.loss, self.optimizer, self._backend)
         self.kinds.setdefault(key, []).append(step)
         return numbers
 
     def _take_known(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Take a step of a known kind.
-
-        Raises:
-            NotCompiledError: If it cannot be compiled; nothing has changed.
-        """
+        """Take a later step of a kind, or raise a ``NotCompiledError`` before anything has changed."""
         if step.taken == 2:
             return self._take_second(step, call)
         if step.to_compare:
@@ -263,7 +164,7 @@ class CompiledStep(EagerStep):
         undo += [self.optimizer.saved()] if step.updates else []
         try:
             with explained():
-                recorded = step(call).clone()
+                numbers = step(call).clone()
             drawn = [each.get_state() for each in step.generators]
         finally:
             for restore in undo:
@@ -274,17 +175,15 @@ class CompiledStep(EagerStep):
         step.eager_seconds = min(step.eager_seconds, time.perf_counter() - start)
         self.loss.zero_grad()  # also of parameters that the optimizer does not train
         step.to_compare -= 1
-        own = self._numbers
-        eps = torch.finfo(own.dtype).eps
-        change = (own - recorded)[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
-        is_same = torch.equal(own, recorded) if self._is_exact else change <= math.sqrt(eps)
-        if not all(map(torch.equal, drawn, (each.get_state() for each in step.generators))):
+        own, eps = self._numbers, torch.finfo(self._numbers.dtype).eps
+        change = (own - numbers)[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
+        is_same = torch.equal(own, numbers) if self._is_exact else bool(change <= math.sqrt(eps))
+        by_python = [each.get_state() for each in step.generators]
+        if not all(map(torch.equal, drawn, by_python)):
             self._refuse(step, call, "traced, it draws other random numbers than by Python")
         elif not is_same:
-            reason = (
-                f"traced, its numbers differ from Python's, the loss by {float(change):.1g} of it"
-            )
-            self._refuse(step, call, reason)
+            how = f"the loss by {float(change):.1g} of it"
+            self._refuse(step, call, f"traced, its numbers differ from Python's, {how}")
         return read
 
     def _refuse(self, step: ReplayedStep, call: Call, reason: str) -> None:
@@ -297,9 +196,12 @@ class CompiledStep(EagerStep):
         """Say once why steps run eagerly."""
         if reason not in self._said:
             self._said.add(reason)
-            self.note(f"eager: {reason}")
+            self._note(f"eager: {reason}")
             if self.warns:
                 warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(f"Step {self.loss.elbo.step}: {text}")
 
     def _state(self) -> Hashable:
         """Return everything that a step depends on, apart from its arguments and values of tensors."""

@@ -1,12 +1,12 @@
 """Engines of training steps: eager, compiled, or chosen by the number of steps to come."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from pyro_structvi.infer.steps.compiled import CompiledStep, EagerStep
+from pyro_structvi.infer.steps.compiled import CompiledStep
+from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.recording import NotCompiledError, explained
 from pyro_structvi.infer.steps.replayed import ReplayedStep
@@ -24,8 +24,6 @@ SAVED_PER_TRACING = 0.7  # share of a traced step, per share of an eager one
 class AutoStep(CompiledStep):
     """Records a kind of step if many steps are to come, and compiles it if these save the time it takes.
 
-    Every step is a real one with the noise of an eager step.
-
     Args:
         loss: The loss.
         optimizer: The optimizer.
@@ -42,15 +40,14 @@ class AutoStep(CompiledStep):
         optimizer: OneOptimizer,
         *,
         num_steps: int,
-        may_compile: bool = True,
-        watches: bool = True,
+        may_compile: bool,
+        watches: bool,
     ) -> None:
         own = {"watches": watches, "is_exact": not may_compile}
         super().__init__(loss, optimizer, backend=None, fallback=True, **own)
         on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
         self._may_compile = may_compile and on_cpu
         self._num_steps, self._taken = num_steps, 0
-        self._seconds: dict[ReplayedStep, list[float]] = defaultdict(list)  # of replays
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return its numbers."""
@@ -58,22 +55,19 @@ class AutoStep(CompiledStep):
         return super().take(args, kwargs)
 
     def _take_first(self, call: Call) -> list[float]:
-        """Take a step eagerly, without a record later if few steps are to come."""
         if self._num_steps - self._taken < STEPS_FOR_TRACING:
             return self.take_eagerly(call.args, call.kwargs)
         return super()._take_first(call)
 
     def _take_known(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Take a step of a known kind; compile it after some replays, if that saves time."""
-        seconds = self._seconds[step]
-        if not step.is_ready or len(seconds) == TIMED:
+        if not step.is_ready or len(step.seconds) == TIMED:
             return super()._take_known(step, call)
         start = time.perf_counter()
         numbers = super()._take_known(step, call)
-        seconds.append(time.perf_counter() - start)
-        if len(seconds) == TIMED:
-            traced, eager = min(seconds), step.eager_seconds
-            self.note(f"traced in {1e3 * traced:.3g} ms a step, {1e3 * eager:.3g} ms eager")
+        step.seconds.append(time.perf_counter() - start)
+        if len(step.seconds) == TIMED:
+            traced, eager = min(step.seconds), step.eager_seconds
+            self._note(f"traced in {1e3 * traced:.3g} ms a step, {1e3 * eager:.3g} ms eager")
             to_come = (self._num_steps - self._taken) * step.taken / self._taken
             saved = SAVED_PER_TRACING * (1 - traced / eager) * traced * to_come
             costs = COMPILING_AT_LEAST + COMPILING_PER_OPERATION * step.num_operations
@@ -86,16 +80,14 @@ class AutoStep(CompiledStep):
         try:
             with explained():
                 step.compile("inductor", call)
+            self._note(f"compiled in {time.perf_counter() - start:.2g} s")
         except NotCompiledError as error:
             self._refuse(step, call, str(error))
-        else:
-            self.note(f"compiled in {time.perf_counter() - start:.2g} s")
 
     def _refuse(self, step: ReplayedStep, call: Call, reason: str) -> None:
-        """Do not compile a kind of step; do not record it either where that is what fails."""
-        if self._seconds[step]:
+        if step.seconds:  # the record is Python's step, and inductor's is not
             step.interpret()
-            self.note(f"not compiled: {reason}")
+            self._note(f"not compiled: {reason}")
         else:
             super()._refuse(step, call, reason)
 

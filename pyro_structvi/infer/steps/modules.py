@@ -63,22 +63,19 @@ class Modules:
     def memory(self) -> dict[str, Hashable]:
         """Return the values that a pass may leave for the next one, by name."""
         of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
-        values = self._known_to_functions() | {
-            "the state of Python's `random`": random.getstate(),
-            "the state of NumPy's generator": (of_numpy[2], of_numpy[1].tobytes()),
-        }
+        values = self._known_to_functions()
+        values["the state of Python's `random`"] = random.getstate()
+        values["the state of NumPy's generator"] = of_numpy[2], of_numpy[1].tobytes()
         for number, module in enumerate(self):
             # Guides cache functions of their parameters.
             is_others = not isinstance(module, (SitePosterior, StructuredGuide))
-            known = _OF_TORCH | made_by_hooks(module)
+            known, where = _OF_TORCH | made_by_hooks(module), f"of module {number}"
             own = {name: value for name, value in vars(module).items() if name not in known}
             for name, value in (own | dict(module.named_buffers(recurse=False))).items():
                 leaves = take_apart(value)[0] if is_others else ()
                 tensors = frozenset(leaf for leaf in leaves if isinstance(leaf, Tensor))
                 if type(value) in PLAIN or tensors:
-                    values[f"`{name}` of module {number}, a {type(module).__name__}"] = (
-                        tensors or value
-                    )
+                    values[f"`{name}` {where}, a {type(module).__name__}"] = tensors or value
         return values
 
     def _known_to_functions(self) -> dict[str, Hashable]:
@@ -89,9 +86,9 @@ class Modules:
             if code is not None:
                 known = {name: function.__globals__.get(name) for name in code.co_names}
                 known |= dict(zip(code.co_freevars, _closed_over(function), strict=True))
-                where = f"outside of `{function.__name__}`"
-                plain = {name: value for name, value in known.items() if type(value) in PLAIN}
-                found |= {f"`{name}` {where}": value for name, value in plain.items()}
+                for name, value in known.items():
+                    if type(value) in PLAIN:
+                        found[f"`{name}` outside of `{function.__name__}`"] = value
         return found
 
     def saved(self) -> Callable[[], None]:

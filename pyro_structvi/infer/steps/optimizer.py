@@ -85,9 +85,8 @@ class OneOptimizer:
 
         It would leave out the hooks of other code.
         """
-        return (
-            self.torch is not None and can_skip_updates(self.torch) and not runs_hooks(self.torch)
-        )
+        own = self.torch
+        return own is not None and can_skip_updates(own) and not runs_hooks(own)
 
     def state(self) -> list[Hashable]:
         """Return the values that an update depends on, apart from tensors' values and rates.
@@ -107,19 +106,14 @@ class OneOptimizer:
 
     def check_rates(self) -> None:
         """Raise a ``ValueError`` unless each learning rate is a finite number of at least 0."""
-        for group in self.groups:
-            rate = group["lr"]
+        for rate in (group["lr"] for group in self.groups):
             if not isinstance(rate, Tensor) and not 0 <= rate < math.inf:
                 raise ValueError(
                     f"The learning rate `lr` must be a finite number of at least 0, but got {rate}."
                 )
 
     def scale_rates(self, factor: float) -> None:
-        """Set the learning rates to a multiple of those that a torch optimizer had at the start.
-
-        Raises:
-            ValueError: If the factor is negative or not finite.
-        """
+        """Set the learning rates to a multiple of those that a torch optimizer had at the start."""
         if not 0 <= factor < math.inf:
             raise ValueError(f"`lr` must return a finite number of at least 0, but got {factor}.")
         for group, rate in zip(self.groups, self._first_rates, strict=True):
@@ -140,11 +134,7 @@ class OneOptimizer:
     # ---- steps -----------------------------------------------------------------------------------
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train further parameters with the options of a Pyro optimizer.
-
-        Raises:
-            ValueError: If there is no parameter to train, or a learning rate is negative or not finite.
-        """
+        """Train further parameters with the options of a Pyro optimizer."""
         assert self._pyro is not None
         known = set(self.parameters)
         new = [parameter for parameter in parameters if parameter not in known]

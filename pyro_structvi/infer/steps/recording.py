@@ -19,20 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch
-from pyro_structvi._torch import (
-    DispatchMode,
-    TensorKeyDictionary,
-    is_random,
-    tree_leaves,
-    tree_map,
-    written_arguments,
-)
+from pyro_structvi._torch import is_random, tree_leaves, written_arguments
 from pyro_structvi.linalg.matrices import autocast_off
 
 Outputs = tuple[Tensor, ...]
 
 
-class _Recorder(DispatchMode):
+class _Recorder(_torch.DispatchMode):
     """Writes the operations of a block into a graph while they run; its inputs change between calls."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -42,7 +35,7 @@ class _Recorder(DispatchMode):
         self.read: dict[fx.Node, Any] = {}  # values that Python reads
         self.written: set[StorageWeakRef | None] = set()  # memory
         self.memory: dict[fx.Node, StorageWeakRef | None] = {}  # of results
-        self._nodes = TensorKeyDictionary()
+        self._nodes = _torch.TensorKeyDictionary()
         self._by_layout: dict[Any, fx.Node] = {}
         self._of_inputs = {_memory_of(tensor) for tensor in inputs}
         self._is_on_host = inputs[0].device.type == "cpu"
@@ -60,7 +53,7 @@ class _Recorder(DispatchMode):
         is_read = torch.Tag.data_dependent_output in func.tags
         if not is_read and self._is_constant_of_host(func, args, kwargs):
             return func(*args, **kwargs)  # its result is found
-        node = self.graph.call_function(func, *tree_map(self.node_of, (args, kwargs)))
+        node = self.graph.call_function(func, *_torch.tree_map(self.node_of, (args, kwargs)))
         if is_read:
             return self._read(node, func(*args, **kwargs))
         written = tree_leaves(written_arguments(func, args, kwargs))

@@ -65,13 +65,12 @@ class ReplayedStep:
         taken: The number of steps of this kind.
         to_compare: How many of them are still to be compared with Python's.
         eager_seconds: The shortest duration of Python's.
-        is_compiled: Whether the operations of loss and gradients are compiled.
+        seconds: The durations of replays.
     """
 
     taken = 1
     to_compare = 2  # the record and a replay
     eager_seconds = math.inf
-    is_compiled = False
 
     def __init__(self, loss: Loss, optimizer: OneOptimizer, backend: str | None) -> None:
         self._loss, self._optimizer = loss, optimizer
@@ -85,6 +84,7 @@ class ReplayedStep:
         # Fused optimizers read single precision on a GPU, and any on a CPU.
         dtype = torch.float64 if self._device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=self._device) for _ in optimizer.groups]
+        self.seconds: list[float] = []
         self._record: Record | None = None
         self._update_record: Record | None = None
         self._graph: CUDAGraph | None = None
@@ -109,12 +109,7 @@ class ReplayedStep:
         return self._record is None or self._record.holds([self._kl_weight, *call.tensors])
 
     def __call__(self, call: Call) -> Tensor:
-        """Record or replay a step; return its numbers.
-
-        Raises:
-            RuntimeError: If it cannot be recorded or compiled.
-            NotCompiledError: If it cannot be captured.
-        """
+        """Record or replay a step; return its numbers."""
         self._kl_weight.fill_(self._loss.elbo.current_kl_weight)
         for rate, group in zip(self._rates, self._optimizer.groups, strict=True):
             rate.fill_(group["lr"])
@@ -139,13 +134,13 @@ class ReplayedStep:
         """Compile the record for such calls, and have the next one compared with Python's step."""
         assert self._record is not None
         self._record.compile(backend, [self._kl_weight, *call.tensors])
-        self.is_compiled, self.to_compare = True, max(1, self.to_compare)
+        self.to_compare = max(1, self.to_compare)
 
     def interpret(self) -> None:
         """Run the operations one by one again."""
         assert self._record is not None
         self._record.interpret()
-        self.is_compiled, self.to_compare = False, 0
+        self.to_compare = 0
 
     # ---- records ---------------------------------------------------------------------------------
 
