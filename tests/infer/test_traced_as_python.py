@@ -10,6 +10,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi._torch import is_recording
+from pyro_structvi.infer import CompileFallbackWarning
 from pyro_structvi.infer.steps import engines
 from tests.infer.compiled_steps import adam
 from tests.infer.test_engines import FOREVER, trace_at_once
@@ -128,3 +129,29 @@ def test_a_compiled_step_is_refused_after_the_step_that_shows_it():
     with pytest.raises(RuntimeError, match=r"its numbers differ from Python's.*`fallback"):
         svi.step(*regression_data())
     assert svi.loss.step == 3
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_what_a_step_changes_is_looked_at_after_a_step_that_fails(number):
+    model = ps.Regressor(ps.bayesianize(Counting(3, 1), prior=1.0), 12, noise_scale=0.3)
+    guide, (x, y) = ps.MeanFieldGuide(model), regression_data()
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None, fallback=True)
+
+    def take_steps():
+        for step in range(8):
+            if step == number:
+                with pytest.raises(FloatingPointError):
+                    svi.step(torch.full_like(x, torch.nan), y)
+            svi.step(x, y)
+
+    with pytest.warns(CompileFallbackWarning, match="a step changes `calls`"):
+        take_steps()
+    assert model.net.calls >= 9

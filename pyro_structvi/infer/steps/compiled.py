@@ -129,8 +129,8 @@ class CompiledStep(EagerStep):
 
     def _take_known(self, step: ReplayedStep, call: Call) -> list[float]:
         """Take a later step of a kind, or raise a ``NotCompiledError`` before anything has changed."""
-        if step.taken == 2:
-            return self._take_second(step, call)
+        if step.to_watch:
+            return self._take_watched(step, call)
         if step.to_compare:
             return self._take_compared(step, call)
         restore = saved(step.buffers, step.generators)
@@ -144,11 +144,11 @@ class CompiledStep(EagerStep):
             self.optimizer.step()
         return read
 
-    def _take_second(self, step: ReplayedStep, call: Call) -> list[float]:
+    def _take_watched(self, step: ReplayedStep, call: Call) -> list[float]:
         """Take a step eagerly, and refuse its kind if it changes values that a replay would not."""
         before = self._modules.memory()
         numbers = self.take_eagerly(call.args, call.kwargs)
-        after = self._modules.memory()
+        step.to_watch, after = False, self._modules.memory()
         changed = [name for name, value in after.items() if before.get(name) != value]
         if changed:
             reason = (

@@ -12,7 +12,6 @@ from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer.steps.modules import Modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Loss, StepTerms, error_of, numbers_of
-from pyro_structvi.infer.terms import ELBOTerms
 
 
 class EagerStep:
@@ -53,10 +52,10 @@ class EagerStep:
 
     def take_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step by Python that is not counted; return its numbers."""
-        restore, is_pyros = self._modules.saved(), self.optimizer.is_pyros
+        restore, is_pyros = self._modules.saved(), self.optimizer.pyro is not None
         try:
             with poutine.trace(param_only=True) if is_pyros else nullcontext() as capture:
-                terms = self._terms(args, kwargs)
+                terms = self.loss.terms(*args, **kwargs)
                 loss = -terms.weighted(self.loss.elbo.current_kl_weight)
                 if loss.requires_grad:
                     torch.autograd.backward(loss)
@@ -75,13 +74,6 @@ class EagerStep:
             raise
         self.optimizer.step()
         return read
-
-    def _terms(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ELBOTerms:
-        try:
-            return self.loss.terms(*args, **kwargs)
-        except ValueError as error:
-            clearer = error_of(self.loss, (), (args, kwargs), error)
-            raise clearer from (error.__cause__ if clearer is error else error)
 
     def _refuse_other_parameters(self) -> None:
         untouched = [p for p in self.optimizer.parameters if p.requires_grad and p.grad is None]

@@ -24,6 +24,7 @@ class OneOptimizer:
 
     Attributes:
         torch: The torch optimizer; None before the first step, where one of Pyro's was given.
+        pyro: The Pyro optimizer, if one was given.
 
     Raises:
         TypeError: If it is neither, or a learning rate schedule of Pyro's.
@@ -40,8 +41,8 @@ class OneOptimizer:
                 "learning rate, give one of torch's and step a scheduler of torch's."
             )
         self.torch = optim if isinstance(optim, torch.optim.Optimizer) else None
-        self._pyro = optim if isinstance(optim, PyroOptim) else None
-        if self._pyro is not None and has_stepped(self._pyro):
+        self.pyro = optim if isinstance(optim, PyroOptim) else None
+        if self.pyro is not None and has_stepped(self.pyro):
             raise ValueError(
                 "`optim` has the state of single parameters, which one optimizer of all cannot take "
                 "over. Pass a new one."
@@ -61,23 +62,12 @@ class OneOptimizer:
         return [parameter for group in self.groups for parameter in group["params"]]
 
     @property
-    def generators(self) -> list[torch.Generator]:
-        """The random generators of the host and of the parameters' devices."""
-        indices = {value.device.index for value in self.parameters if value.is_cuda}
-        return [torch.default_generator, *(torch.cuda.default_generators[i] for i in indices)]
-
-    @property
     def options(self) -> list[dict[str, Any]]:
         """The options of each group, without its rate."""
         return [
             {name: value for name, value in group.items() if name not in ("params", "lr")}
             for group in self.groups
         ]
-
-    @property
-    def is_pyros(self) -> bool:
-        """Whether steps adopt their parameters, as Pyro's optimizers do."""
-        return self._pyro is not None
 
     @property
     def can_be_recorded(self) -> bool:
@@ -135,16 +125,16 @@ class OneOptimizer:
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train further parameters with the options of a Pyro optimizer."""
-        assert self._pyro is not None
+        assert self.pyro is not None
         known = set(self.parameters)
         new = [parameter for parameter in parameters if parameter not in known]
-        groups, make = _groups(self._pyro, new), self._pyro.pt_optim_constructor
+        groups, make = _groups(self.pyro, new), self.pyro.pt_optim_constructor
         if self.torch is None and groups:
             self.torch = make(groups, **_fast_options(make, groups))
         elif self.torch is not None:
             for group in groups:
                 self.torch.add_param_group(group)
-        clips = [(parameter, gradient_clip(self._pyro, parameter)) for parameter in new]
+        clips = [(parameter, gradient_clip(self.pyro, parameter)) for parameter in new]
         self._clips += [(parameter, clip) for parameter, clip in clips if clip is not None]
         self.check_rates()
         if not any(parameter.requires_grad for parameter in self.parameters):
@@ -173,11 +163,6 @@ class OneOptimizer:
         """Drop the gradients, so that the next step does not add to them."""
         for parameter in self.parameters:
             parameter.grad = None
-
-    @property
-    def state_names(self) -> dict[Tensor, list[str]]:
-        """The names of each parameter's state."""
-        return {} if self.torch is None else {key: [*own] for key, own in self.torch.state.items()}
 
     def saved(self) -> Callable[[], None]:
         """Return a function that puts parameters and the optimizer's state back, as they are now."""

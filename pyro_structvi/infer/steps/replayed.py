@@ -63,12 +63,14 @@ class ReplayedStep:
         updates: Whether a call updates the parameters; otherwise it sets their gradients.
         generators: The random generators of the host and of the parameters' devices.
         taken: The number of steps of this kind.
-        to_compare: How many of them are still to be compared with Python's.
+        to_watch: Whether the values that Python's step changes are still to be looked at.
+        to_compare: How many steps are still to be compared with Python's.
         eager_seconds: The shortest duration of Python's.
         seconds: The durations of replays.
     """
 
     taken = 1
+    to_watch = True
     to_compare = 2  # the record and a replay
     eager_seconds = math.inf
 
@@ -78,7 +80,10 @@ class ReplayedStep:
         self._device = self._parameters[0].device
         self._captures = self._device.type == GRAPH_DEVICE
         self._backend = None if self._captures and backend == "auto" else backend
-        self.updates, self.generators = optimizer.can_be_recorded, optimizer.generators
+        self.updates = optimizer.can_be_recorded
+        indices = {value.device.index for value in self._parameters if value.is_cuda}
+        own = [torch.cuda.default_generators[index] for index in indices]
+        self.generators = [torch.default_generator, *own]
         dtype = torch.promote_types(torch.float32, self._parameters[0].dtype)
         self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
         # Fused optimizers read single precision on a GPU, and any on a CPU.
@@ -154,12 +159,7 @@ class ReplayedStep:
         self._record = Record(lambda *given: self._differentiate(call, given), inputs)
         outputs, self._record.outputs = self._record.outputs, ()
         if self.updates:
-            names = self._optimizer.state_names
-            with self._optimizer.rates_in(self._rates):
-                given = [outputs[0], *self._gradients(outputs)]
-                self._update_record = Record(self._update, given)
-            if self._optimizer.state_names != names:
-                raise RuntimeError("the optimizer makes its state in this step, not in the first")
+            self._record_update([outputs[0], *self._gradients(outputs)])
         if self._backend == "auto" and self._record.can_be_compiled:
             self.compile("inductor", call)
         elif self._backend not in (None, "auto"):
@@ -179,6 +179,15 @@ class ReplayedStep:
         used = {parameter: gradient for parameter, gradient in pairs if gradient is not None}
         self._parameters = [*used]
         return numbers_of(loss, terms, used.values()), *used.values()
+
+    def _record_update(self, inputs: list[Tensor]) -> None:
+        assert self._optimizer.torch is not None
+        state = self._optimizer.torch.state
+        names = {parameter: [*own] for parameter, own in state.items()}
+        with self._optimizer.rates_in(self._rates):
+            self._update_record = Record(self._update, inputs)
+        if {parameter: [*own] for parameter, own in state.items()} != names:
+            raise RuntimeError("the optimizer makes its state in this step, not in the first")
 
     def _update(self, numbers: Tensor, *gradients: Tensor) -> Outputs:
         """Update the parameters by gradients, unless one of the numbers of a step is not finite."""

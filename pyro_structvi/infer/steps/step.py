@@ -75,8 +75,12 @@ class Loss(nn.Module):
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
     def terms(self, *args: Any, **kwargs: Any) -> ELBOTerms:
-        """Return the terms of the bound."""
-        return self.elbo.terms(*self.parts, *args, **kwargs)
+        """Return the terms of the bound, or raise the error of a distribution that refuses a value."""
+        try:
+            return self.elbo.terms(*self.parts, *args, **kwargs)
+        except ValueError as error:
+            clearer = error_of(self, (), (args, kwargs), error)
+            raise clearer from (error.__cause__ if clearer is error else error)
 
 
 def numbers_of(loss: Tensor, terms: ELBOTerms, gradients: Iterable[Tensor | None]) -> Tensor:
