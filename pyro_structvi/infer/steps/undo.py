@@ -13,10 +13,10 @@ def saved(
     copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     states = [(generator, generator.get_state()) for generator in generators]
 
-    @torch.no_grad()
     def restore() -> None:
-        for tensor, copy in copies:
-            tensor.copy_(copy)
+        with torch.no_grad():
+            for tensor, copy in copies:
+                tensor.copy_(copy)
         for generator, state in states:
             generator.set_state(state)
 
