@@ -100,8 +100,8 @@ def fit(
             ``LinearAnnealing(1000)``; "annealed" rises linearly to 1 over the first half of the steps of
             this call. A weight other than 1 that ``elbo`` has is used where this is left out.
         compiled: Whether steps run without Python, as in :class:`CompiledSVI`. "auto" traces them
-            after a few ordinary ones and lets inductor compile the trace, each if by the measured times
-            it pays for the steps to come; a step that cannot be traced runs as Python, for the reason in
+            if at least 100 are to come, and lets inductor compile the trace if by the measured times it
+            pays for the steps to come; a step that cannot be traced runs as Python, for the reason in
             ``history.compilation``. "traced" only traces, needs no compiler, and keeps a trace whose
             first step has Python's loss, terms and norm of gradients to the last bit; so does "auto"
             with ``checkpoint``. True traces and compiles at once, and raises where it cannot. False runs

@@ -77,7 +77,8 @@ class EagerStep:
 
     def _refuse_other_parameters(self) -> None:
         untouched = [p for p in self.optimizer.parameters if p.requires_grad and p.grad is None]
-        own = {id(tensor) for tensor in self._modules.tensors()} if untouched else ()
+        known = [*self._modules.tensors(), *self.loss.parameters()] if untouched else []
+        own = {id(tensor) for tensor in known}
         foreign = [shape_text(p.shape) for p in untouched if id(p) not in own]
         if foreign:
             raise ValueError(
