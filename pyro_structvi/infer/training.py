@@ -79,7 +79,7 @@ def fit(
     on several devices.
 
     Args:
-        model: The model; its point-estimated parameters are trained along, those of ``pyro.param`` too.
+        model: The model; its point-estimated parameters and its ``pyro.param`` are trained along.
         guide: The guide, a module.
         data: Tensors ``(x, y)`` with the example as first dimension; or a ``Dataset``; or an
             iterable of mini-batches such as a ``DataLoader``. A batch is a tuple of the model's

@@ -35,8 +35,8 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def stable_root(covariance: Tensor) -> Tensor:
     """Return a Cholesky factor with jitter, factored in double precision.
 
-    The factor of a covariance of zero, such as that of outputs at an input of zero, is zero without a
-    gradient, as :func:`floored_sqrt` has it.
+    The factor of a covariance of zero, as of outputs at an input of zero, is zero without a gradient,
+    as in :func:`floored_sqrt`.
     """
     double = covariance.double()
     is_zero = double.diagonal(dim1=-2, dim2=-1).amax(-1) <= torch.finfo(double.dtype).tiny

@@ -134,12 +134,12 @@ class _Probe(ValuesWithoutDraws):
         return bool((self.flat != other.flat).any())
 
     def is_changed_by_each(self, others: Sequence[Self]) -> bool:
-        """Whether a log density differs from that of each other run."""
+        """Whether a log density changes in every other run."""
         changed = [self.flat != other.flat for other in others]
         return bool(torch.stack(changed).all(0).any())
 
     def is_sum_of_changes(self, halves: Sequence[Self], both: Self) -> bool:
-        """Whether the changes of two runs add up to that of a run with both.
+        """Whether the changes of two runs add up to the change of a run with both.
 
         The expectation of such a log density needs the distribution of one example at a time.
         """

@@ -1,4 +1,4 @@
-"""Undoing a step: the values of tensors and random generators before it."""
+"""Restoration of tensors and random generators."""
 
 from collections.abc import Callable, Iterable
 
