@@ -126,7 +126,10 @@ def by_guide(make_guide: Callable[..., ps.StructuredGuide], **own: Any) -> Calla
         arguments |= {"lr": options.lr, **own}
         ps.fit(model, guide, batches, **arguments)
         model.eval()
-        return lambda x: ps.predict(model, guide, x, num_samples=NUM_DRAWS, stream=True).mean
+        predict = partial(ps.predict, model, guide, num_samples=NUM_DRAWS, stream=True)
+        if options.batch_statistics is not None:
+            predict.keywords["batch_statistics"] = batches.x[: options.batch_statistics]
+        return lambda x: predict(x).mean
 
     return method
 
@@ -220,6 +223,11 @@ def main() -> None:
         default=PRIOR_SCALE,
         help="of the prior, over the root of the fan-in",
     )
+    parser.add_argument(
+        "--batch-statistics",
+        type=int,
+        help="how many training inputs give BatchNorm its statistics at each draw of a guide",
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bfloat16", action="store_true", help="train by mixed precision")
     parser.add_argument("--seeds", type=int, default=1)
@@ -262,6 +270,8 @@ def label_of(name: str, options: argparse.Namespace) -> str:
         settings.append(f"initial scale {options.init_scale:g}")
     if options.prior_scale != PRIOR_SCALE:
         settings.append(f"prior scale {options.prior_scale:g}")
+    if options.batch_statistics is not None:
+        settings.append(f"statistics of {options.batch_statistics}")
     return ", ".join([name, *settings])
 
 
