@@ -52,13 +52,15 @@ class AtNodes(NamedTuple):
 
     ``likelihood`` is ``(nodes, batch)``, ``scale`` the model's factor of its log likelihood, and ``y``
     NaN if no observations are given. The values of variables that all elements of an example ``shared``,
-    such as a noise scale, vary fastest; given these, the elements are independent.
+    such as a noise scale, vary fastest. Those of a variable that noise scales do not depend on have
+    ``inner`` nodes and vary slowest; ``inner`` is 1 without such a grid.
     """
 
     likelihood: Any
     scale: Any
     weights: Tensor
     shared: int
+    inner: int
     y: Tensor
     site: str
 
@@ -84,7 +86,8 @@ def likelihood_at_nodes(
     outputs = _outputs(output, nodes[:, :first], model.terms)
     is_shared = any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values())
     shared = NODES.get(first + len(own), len(nodes)) if is_shared else 1
-    observation = _Observation(weights, shared)
+    inner = 1 if model.terms == "last dimension" else NODES.get(first + len(own), 1)
+    observation = _Observation(weights, shared, inner)
     with site_values(model) as cache, observation:
         cache.update(values)
         model.observe(outputs, 1, y)
@@ -93,7 +96,7 @@ def likelihood_at_nodes(
 
 def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNodes:
     """Return a model's likelihood at a known output ``(batch, ...)``, as one node."""
-    observation = _Observation(output.new_ones(1), 1)
+    observation = _Observation(output.new_ones(1), 1, 1)
     with site_values(model), observation:
         model.observe(output, 0, y)
     return observation.found
@@ -116,7 +119,8 @@ def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
         own, partner = scale.chunk(2, -1)
         between = covariance.diagonal(size, -2, -1) / (own * partner)
         between = between.clamp(-1, 1)
-        second = between * first + floored_sqrt(1 - between.square()) * second
+        # The partner is a noise scale, given which densities integrate the first output exactly.
+        first = between * second + floored_sqrt(1 - between.square()) * first
     steps = [part.expand(-1, *output.shape[:-1], output.shape[-1] // 2) for part in (first, second)]
     return output.loc + scale * torch.cat(steps, -1)
 
@@ -140,16 +144,16 @@ class _Observation(Messenger):
 
     found: AtNodes
 
-    def __init__(self, weights: Tensor, shared: int) -> None:
+    def __init__(self, weights: Tensor, shared: int, inner: int) -> None:
         super().__init__()
-        self.weights, self.shared = weights, shared
+        self.weights, self.shared, self.inner = weights, shared, inner
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["infer"].get("is_observation"):
             if msg["value"] is None:
                 shape = msg["fn"].batch_shape + msg["fn"].event_shape
                 msg["value"] = torch.full((), torch.nan).expand(shape)
-            own = self.weights, self.shared
+            own = self.weights, self.shared, self.inner
             self.found = AtNodes(msg["fn"], msg["scale"], *own, msg["value"], msg["name"])
             msg["is_observed"], msg["done"], msg["stop"] = True, True, True
 

@@ -4,7 +4,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Independent, Normal
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Independent,
+    MultivariateNormal,
+    Normal,
+)
 
 from pyro_structvi._checks import Count, Program, checked, warn_user
 from pyro_structvi.linalg.matrices import autocast_off, floored_sqrt
@@ -12,6 +18,7 @@ from pyro_structvi.moments.integration import (
     AtNodes,
     class_expectations,
     is_softmax,
+    joint_covariance,
     likelihood_at_nodes,
     observation_at,
 )
@@ -23,6 +30,7 @@ from pyro_structvi.moments.linear import (
     random_values,
 )
 from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
+from pyro_structvi.moments.nonlinear import averages
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior.passes import Batch, Values, batches_of, check_posterior
@@ -74,7 +82,8 @@ def predict_moments(
         differentiable: Whether to keep gradients with respect to the input and the parameters.
 
     Returns:
-        Moments, entropies and densities.
+        Moments, entropies and densities. The density of several targets is joint for normal noise that
+        is known or has one learned scale; under other likelihoods targets count as independent.
 
     Raises:
         NotImplementedError: If a function of the net has no rule.
@@ -131,9 +140,14 @@ def _predict(
         size = max(1, LARGEST // max(1, output.shape[1:].numel()))
         for start in range(0, len(output), size):
             cut = slice(start, start + size)
-            at = likelihood_at_nodes(model, _cut(output, cut), posteriors)
+            part = _cut(output, cut)
+            at = likelihood_at_nodes(model, part, posteriors)
             likelihood = in_single(at.likelihood)
-            parts.append(_read(likelihood, at, None if y is None else y[cut]))
+            found = _read(likelihood, at)
+            if y is not None:
+                correlation = _correlation(part) if model.terms == "elements" else None
+                found["log_density"] = _log_density(likelihood, at, y[cut], correlation)
+            parts.append(found)
     return likelihood, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -157,45 +171,85 @@ def _read_classes(model: Likelihood, output: RandomTensor, y: Tensor | None) -> 
     return likelihood, found
 
 
-def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> Values:
+def _read(likelihood: Any, at: AtNodes) -> Values:
     """Average the moments of a likelihood ``(nodes, N)`` over its nodes."""
-    base, weights = base_of(likelihood), at.weights
-
-    def average(values: Tensor) -> Tensor:
-        return torch.einsum("k,k...->...", weights.to(values), values)
-
+    base = base_of(likelihood)
     probs = class_probabilities(base)
     means = base.mean if probs is None else probs
-    mean = average(means)
-    own = average((means - mean).square())
+    mean, own = averages(means, at.weights.to(means))
     # An indicator has the variance m (1 - m), which includes the variance of the function.
-    variance = average(base.variance) + own if probs is None else mean * (1 - mean)
+    if probs is None:
+        variance = averages(base.variance, at.weights.to(means))[0] + own
+    else:
+        variance = mean * (1 - mean)
     found = {"mean": mean, "variance": variance, "function_variance": own}
     if (entropy_at := entropy_of(base, likelihood)) is not None:
-        found["entropy"] = average(entropy_at(means))
-    if y is not None:
-        found["log_density"] = _log_density(likelihood, at, mean, own, y)
+        found["entropy"] = averages(entropy_at(means), at.weights.to(means))[0]
     return found
 
 
-def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+def _correlation(output: RandomTensor) -> Tensor | None:
+    """Return the correlations between several outputs ``(N, E)``, ``(N, E, E)``, or None if unknown."""
+    covariance = joint_covariance(output) if output.dim() == 2 and output.shape[1] > 1 else None
+    if covariance is None:
+        return None
+    scale = floored_sqrt(output.variance)
+    return covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+
+
+def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | None) -> Tensor:
     """Return the log of the predictive density of observations, ``(N,)``.
 
     With normal noise the function is integrated exactly, and only the noise scale has nodes. The
-    elements of an example are independent given shared variables.
+    elements of an example are jointly normal given a shared scale, if their correlation is known, and
+    else independent given shared variables.
     """
     shape, base = likelihood.batch_shape[1:] + likelihood.event_shape, base_of(likelihood)
     y = checked_observations(y, likelihood, shape)
     with autocast_off(y):
-        if isinstance(base, Normal):
-            scale = floored_sqrt(base.scale.square() + variance)
-            base = Normal(mean, scale, validate_args=False)
-        log_probs = base.log_prob(y)
-    weights = at.weights.to(log_probs).reshape(-1, at.shared)
+        weights = at.weights.to(base.mean)
+        if not isinstance(base, Normal):
+            log_probs = base.log_prob(y)
+        else:
+            mean, own, noise, weights = _given_noise(base, at.inner, weights)
+            if correlation is not None and len(weights) == at.shared:
+                at_nodes = zip(mean, floored_sqrt(own), noise, strict=True)
+                joint = [_joint_log_prob(correlation, *given, y) for given in at_nodes]
+                return _log_average(weights, torch.stack(joint))
+            scale = floored_sqrt(noise.square() + own)
+            log_probs = Normal(mean, scale, validate_args=False).log_prob(y)
+    weights = weights.to(log_probs).reshape(-1, at.shared)
     log_probs = log_probs.unflatten(0, weights.shape)
     of_shared = weights.sum(0)
     each = _log_average(weights / of_shared, log_probs)
     return _log_average(of_shared, each.flatten(2).sum(-1) if each.dim() > 2 else each)
+
+
+def _given_noise(
+    base: Normal, inner: int, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return mean and variance of the function given the noise scale, the scale, and weights.
+
+    Each is ``(nodes, N, ...)``, at the nodes of the variables that the scale depends on.
+    """
+    if inner == 1:  # no grid: the scale does not depend on the function
+        mean, own = averages(base.mean, weights)
+        return mean.expand_as(base.mean), own.expand_as(base.mean), base.scale, weights
+    means, scale, both = (
+        part.unflatten(0, (inner, -1)) for part in (base.mean, base.scale, weights)
+    )
+    mean, own = averages(means, both.sum(1))
+    return mean, own, scale[0], both.sum(0)
+
+
+def _joint_log_prob(
+    correlation: Tensor, mean: Tensor, scale: Tensor, noise: Tensor, y: Tensor
+) -> Tensor:
+    covariance = correlation * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    covariance = covariance + torch.diag_embed(noise.square())
+    made = MultivariateNormal(mean, covariance, validate_args=False)
+    found: Tensor = made.log_prob(y)
+    return found
 
 
 def _log_average(weights: Tensor, log_values: Tensor) -> Tensor:

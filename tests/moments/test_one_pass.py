@@ -39,6 +39,11 @@ def x():
 # ---- the moments of one random layer, under every guide ------------------------------------------
 
 
+def joint_density(loc, covariance, y, noise=0.3):
+    covariance = covariance + noise**2 * torch.eye(y.shape[-1])
+    return dist.MultivariateNormal(loc, covariance).log_prob(y)
+
+
 @pytest.mark.parametrize("name", [n for n in GUIDES if n not in ("ensemble", "dropout")])
 def test_a_random_last_layer_has_exact_moments_under_every_guide(name, x):
     net = ps.bayesianize(nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), prior=1.0)
@@ -47,14 +52,15 @@ def test_a_random_last_layer_has_exact_moments_under_every_guide(name, x):
     with torch.no_grad():
         loc, dense_covariance = output_moments(guide, x.tanh())
     own = variances(dense_covariance)
-    density = dist.Normal(loc, (0.09 + own).sqrt()).log_prob(y).sum(-1)
+    density = joint_density(loc, dense_covariance, y)
+    marginal = dist.Normal(loc, (0.09 + own).sqrt()).log_prob(y).sum(-1)
     for covariance in ("diagonal", "full"):
         found = ps.predict_moments(model, guide, x, y=y, covariance=covariance)
         torch.testing.assert_close(found.mean, loc)
         torch.testing.assert_close(found.function_variance, own)
         torch.testing.assert_close(found.variance, own + 0.09)
         torch.testing.assert_close(found.log_density, density)
-        torch.testing.assert_close(found.likelihood.log_prob(y), density.unsqueeze(0))
+        torch.testing.assert_close(found.likelihood.log_prob(y), marginal.unsqueeze(0))
     expected = dist.Normal(loc, 0.3).log_prob(y) - own / (2 * 0.09)
     value = expected_log_likelihood(model, guide, x, y)
     torch.testing.assert_close(value, 7 * expected.sum())
@@ -115,6 +121,32 @@ def test_heteroscedastic_noise_is_integrated_over_both_variables(df, x):
     density = (weights.log() + log_probs).flatten(0, 1).logsumexp(0).sum(-1)
     bound = 1e-3 if df is None else 0.05
     assert (found.log_density - density).abs().max() < bound
+
+
+def test_correlated_targets_have_a_joint_density_under_learned_noise(x):
+    model = ps.Regressor(linear(), SIZE, noise=dist.LogNormal(0.0, 1.0))
+    guide, y = fitted(model, ps.FullCovarianceGuide), torch.randn(SIZE, 2)
+    found = ps.predict_moments(model, guide, x, y=y)
+    loc, covariance = output_moments(guide, x)
+    noise, weights = grid_of(*noise_posterior(guide, x), count=401)
+    each = joint_density(loc, covariance, y, noise.exp().reshape(-1, 1, 1, 1))
+    density = (weights.reshape(-1, 1).log() + each).logsumexp(0)
+    torch.testing.assert_close(found.log_density, density, rtol=1e-6, atol=1e-6)
+
+
+def test_a_noise_scale_that_is_correlated_with_its_mean(x):
+    """Given the scale's output, the mean is normal by the rule of conditional normals."""
+    model = ps.Regressor(linear(2), SIZE, noise="heteroscedastic")
+    guide, y = fitted(model, ps.FullCovarianceGuide, init_scale=0.3), torch.randn(SIZE, 1)
+    found = ps.predict_moments(model, guide, x, y=y)
+    loc, covariance = output_moments(guide, x)
+    raw, weights = grid_of(loc[:, 1], covariance[:, 1, 1].sqrt())
+    slope = covariance[:, 0, 1] / covariance[:, 1, 1]
+    mean = loc[:, 0] + slope * (raw - loc[:, 1])
+    rest = covariance[:, 0, 0] - slope * covariance[:, 0, 1]
+    made = dist.Normal(mean, (rest + F.softplus(raw).square()).sqrt())
+    density = (weights.log() + made.log_prob(y[:, 0])).logsumexp(0)
+    assert (found.log_density - density).abs().max() < 1e-3
 
 
 ELEMENTS = {
