@@ -53,7 +53,9 @@ def _mul(input: Any, other: Any) -> RandomTensor:
     return RandomTensor(loc, variance, settings_of(input, other), covariance)
 
 
-def _div(input: Any, other: Any, *, rounding_mode: None = None) -> RandomTensor:
+def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> RandomTensor:
+    if rounding_mode is not None:
+        raise NotImplementedError("A division that rounds has no moments")
     if isinstance(other, RandomTensor):
         raise NotImplementedError("A division by what is random has no moments")
     return _mul(input, 1 / other)

@@ -62,10 +62,12 @@ class RandomWeight(RandomTensor):
 
     @property
     def loc(self) -> Tensor:
+        self._check_memory()
         return self._take(self.distribution.mean)
 
     @property
     def variance(self) -> Tensor:
+        self._check_memory()
         return self._take(self.distribution.variance)
 
     def become(self, other: RandomTensor) -> Self:

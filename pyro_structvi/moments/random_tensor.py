@@ -49,6 +49,9 @@ class RandomTensor(Tensor):
     settings: Settings
     covariance: Tensor | None
     form_covariance: Callable[[], Tensor] | None = None
+    _base: "tuple[RandomTensor, int] | None" = None  # and how often it had been changed
+    _changes: int = 0
+    _has_changed_view: bool = False
     moments_of_call: ClassVar[Callable[..., Any]]  # set by the table of rules
 
     def __new__(
@@ -61,14 +64,40 @@ class RandomTensor(Tensor):
 
     @property
     def loc(self) -> Tensor:
+        self._check_memory()
         return self._loc
 
     @property
     def variance(self) -> Tensor:
+        self._check_memory()
         return self._variance
+
+    def make_view_of(self, base: "RandomTensor") -> Self:
+        """Share memory with a tensor, which has no moments after this one is changed, nor vice versa."""
+        self._base = base, base._changes
+        return self
+
+    def _bases(self) -> "Iterator[tuple[RandomTensor, int]]":
+        own = self._base
+        while own is not None:
+            yield own
+            own = own[0]._base
+
+    def _check_memory(self) -> None:
+        """Raise a ``NotImplementedError`` if a tensor with the same memory was changed in place."""
+        is_old = any(base._changes != count for base, count in self._bases())
+        if self._has_changed_view or is_old:
+            raise NotImplementedError(
+                "A tensor that is used after its view, or after the tensor that it is a view of, was "
+                "changed in place has no moments. Write `y = y * 2` in place of `y *= 2`, or predict "
+                "with draws."
+            )
 
     def become(self, other: "RandomTensor") -> Self:
         """Take another tensor's moments, as operations in place do."""
+        self._changes += 1
+        for base, _ in self._bases():
+            base._has_changed_view = True
         self._loc, self._variance, self.covariance = other.loc, other.variance, other.covariance
         self.form_covariance = other.form_covariance
         return self

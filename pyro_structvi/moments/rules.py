@@ -1,6 +1,6 @@
 """The table from a function of torch to its moments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,10 +67,19 @@ def _covariance_at(x: RandomTensor, covariance: Tensor, numbers: Tensor) -> Tens
     return covariance[rows[:, :1, None], columns.unsqueeze(-1), columns.unsqueeze(-2)]
 
 
-def _move_as(function: Callable[..., Any], x: Any, other: Any) -> Any:
+def _view(function: Callable[..., Any], x: RandomTensor, *args: Any, **kwargs: Any) -> Any:
+    """Move elements of a tensor without a copy; the results share its memory."""
+    found = _move(function, x, *args, **kwargs)
+    for each in random_among(found):
+        if each is not x:
+            each.make_view_of(x)
+    return found
+
+
+def _view_as(function: Callable[..., Any], x: Any, other: Any) -> Any:
     """Give a tensor the shape of another; either may be random."""
     like = moments(other)[0]
-    return _move(function, x, like) if isinstance(x, RandomTensor) else function(x, like)
+    return _view(function, x, like) if isinstance(x, RandomTensor) else function(x, like)
 
 
 def _convert(function: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -80,13 +89,19 @@ def _convert(function: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any)
         return function(x, *args, **kwargs)
     loc, variance = (function(part, *args, **kwargs) for part in (x.loc, x.variance))
     covariance = None if x.covariance is None else function(x.covariance, *args, **kwargs)
-    return RandomTensor(loc, variance, x.settings, covariance)
+    found = RandomTensor(loc, variance, x.settings, covariance)
+    is_same = loc is x.loc or function is Tensor.detach
+    return found.make_view_of(x) if is_same else found
 
 
 def _getitem(x: Any, index: Any) -> Any:
     if [*random_among(index)]:
         raise NotImplementedError("An index that is random has no moments")
-    return _move(Tensor.__getitem__, x, index)
+    parts = index if isinstance(index, tuple) else (index,)
+    copies = any(
+        isinstance(part, (Tensor, Sequence)) or hasattr(part, "__array__") for part in parts
+    )
+    return (_move if copies else _view)(Tensor.__getitem__, x, index)
 
 
 def _pad(x: RandomTensor, pad: Any, mode: str = "constant", value: Any = None) -> RandomTensor:
@@ -121,11 +136,14 @@ def _interpolate(
 
 
 _KEEP_ORDER = {"reshape", "flatten", "view_as", "reshape_as", "squeeze", "expand", "expand_as"}
-_MOVES = (
+_VIEWS = (
     *("reshape", "flatten", "unflatten", "permute", "transpose", "swapaxes", "movedim"),
-    *("squeeze", "unsqueeze", "expand", "repeat", "repeat_interleave", "tile", "roll"),
-    *("chunk", "split", "unbind", "tensor_split", "narrow", "select", "index_select", "gather"),
-    *("flip", "moveaxis", "swapdims", "broadcast_to", "ravel", "t", "take_along_dim"),
+    *("squeeze", "unsqueeze", "expand", "chunk", "split", "unbind", "tensor_split", "narrow"),
+    *("select", "moveaxis", "swapdims", "broadcast_to", "ravel", "t"),
+)
+_COPIES = (
+    *("repeat", "repeat_interleave", "tile", "roll", "index_select", "gather", "flip"),
+    "take_along_dim",
 )
 _CONVERSIONS = (
     *("to", "float", "double", "half", "bfloat16", "type_as"),
@@ -140,9 +158,10 @@ def _known_like(name: str, x: RandomTensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 REARRANGING_RULES: dict[str, Callable[..., Any]] = {
-    **{name: partial(_move, getattr(Tensor, name)) for name in _MOVES},
-    **{name: partial(_move, getattr(Tensor, name).__get__) for name in ("T", "mT")},
-    **{name: partial(_move_as, getattr(Tensor, name)) for name in ("expand_as", "reshape_as")},
+    **{name: partial(_view, getattr(Tensor, name)) for name in _VIEWS},
+    **{name: partial(_move, getattr(Tensor, name)) for name in _COPIES},
+    **{name: partial(_view, getattr(Tensor, name).__get__) for name in ("T", "mT")},
+    **{name: partial(_view_as, getattr(Tensor, name)) for name in ("expand_as", "reshape_as")},
     **{name: partial(_convert, getattr(Tensor, name)) for name in _CONVERSIONS},
     **{name: partial(_known_like, name) for name in _LIKE},
     "cat": partial(_move, torch.cat),
@@ -154,8 +173,8 @@ REARRANGING_RULES: dict[str, Callable[..., Any]] = {
     "pixel_shuffle": partial(_move, F.pixel_shuffle),
     "stack": partial(_move, torch.stack),
     # Variances may be expanded where means are not, so that only means have the view.
-    "view": partial(_move, Tensor.reshape),
-    "view_as": partial(_move_as, Tensor.reshape_as),
+    "view": partial(_view, Tensor.reshape),
+    "view_as": partial(_view_as, Tensor.reshape_as),
     "where": _where,
 }
 

@@ -222,6 +222,51 @@ def test_functions_in_place_change_the_tensor_and_return_it():
         torch.zeros(2).add_(random([1.0, 1.0], [1.0, 1.0]))
 
 
+# From a tensor to its part, which shares memory with it in torch.
+VIEWS = (
+    lambda x: x[:2],
+    lambda x: x.view(3, 1),
+    lambda x: x.unsqueeze(0).squeeze(0)[1:],
+    lambda x: x.detach(),
+    lambda x: x.contiguous(),
+    lambda x: x.chunk(3)[0],
+)
+COPIES = (lambda x: x[[0, 1]], lambda x: x.clone(), lambda x: x.flip(0))
+
+
+def test_memory_that_was_changed_elsewhere_is_refused():
+    refused = pytest.raises(NotImplementedError, match=r"after its view, .* has no moments")
+    for view in VIEWS:
+        x = random([-1.0, 0.5, 2.0], [0.3, 1.0, 2.0])
+        own = view(x).mul_(2.0)
+        torch.testing.assert_close(own.variance, view(4 * torch.tensor([0.3, 1.0, 2.0])))
+        with refused:
+            x + 1
+        x = random([-1.0, 0.5, 2.0], [0.3, 1.0, 2.0])
+        old = view(x)
+        x.mul_(2.0)
+        with refused:
+            old + 1
+        torch.testing.assert_close(view(x).variance, own.variance)
+    for copy in COPIES:
+        x = random([-1.0, 0.5, 2.0], [0.3, 1.0, 2.0])
+        copy(x).mul_(2.0)
+        torch.testing.assert_close(x.variance, torch.tensor([0.3, 1.0, 2.0]))
+
+
+def test_a_part_keeps_its_moments_after_another_one_is_changed():
+    first, second = random([-1.0, 0.5], [0.3, 1.0]).chunk(2)
+    first.mul_(2.0)
+    torch.testing.assert_close(second.variance, torch.tensor([1.0]))
+
+
+def test_a_division_that_rounds_is_refused():
+    x = random([1.0], [1.0])
+    torch.testing.assert_close(torch.div(x, 2, rounding_mode=None).loc, torch.tensor([0.5]))
+    with pytest.raises(NotImplementedError, match="A division that rounds has no moments"):
+        torch.div(x, 2, rounding_mode="floor")
+
+
 # ---- with a covariance ---------------------------------------------------------------------------
 
 
