@@ -28,6 +28,8 @@ from pyro_structvi.posterior import predict
 
 __all__ = ["StructuredTrainer", "draws_as_adapters", "generate_from_mixture"]
 
+IGNORED = -100  # the label of padding in transformers
+
 
 class StructuredTrainer(Trainer):
     r"""The ``Trainer`` of transformers for the evidence lower bound.
@@ -56,7 +58,7 @@ class StructuredTrainer(Trainer):
         **options: Further arguments of ``Trainer``, such as ``train_dataset``.
 
     Raises:
-        ValueError: If one process has several GPUs.
+        ValueError: If one process has several GPUs, or the ``ignore_index`` of the model is not -100.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -91,6 +93,12 @@ class StructuredTrainer(Trainer):
             raise ValueError(
                 f"`args` must have one GPU for each process, but got {args.n_gpu}. Start the program "
                 "by `torchrun`, or set CUDA_VISIBLE_DEVICES."
+            )
+        if (ignored := getattr(model, "ignore_index", IGNORED)) != IGNORED:
+            raise ValueError(
+                f"`model` must have `ignore_index={IGNORED}`, by which the Trainer counts labels, but "
+                f"got {ignored}. Write `labels.masked_fill(padding, {IGNORED})`, and leave "
+                "`ignore_index` out."
             )
         self._kl_weight = kl_weight
         super().__init__(_Bound(model, guide, num_samples), args, **options)
@@ -152,7 +160,7 @@ class _Bound(nn.Module):
         if labels is None:
             return {"mean": self._predict(inputs, None).mean}
         predicted = labels[..., 1:] if self.shifts else labels
-        count = predicted.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+        count = predicted.ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         if not self.training:
             found = self._predict(inputs, predicted)
             return {"loss": -found.log_density.sum() / count, "mean": found.mean}

@@ -49,7 +49,7 @@ class RandomTensor(Tensor):
     settings: Settings
     covariance: Tensor | None
     form_covariance: Callable[[], Tensor] | None = None
-    _base: "tuple[RandomTensor, int] | None" = None  # and how often it had been changed
+    _source: "tuple[RandomTensor, int] | None" = None  # and how often it had been changed
     _changes: int = 0
     _has_changed_view: bool = False
     moments_of_call: ClassVar[Callable[..., Any]]  # set by the table of rules
@@ -74,14 +74,14 @@ class RandomTensor(Tensor):
 
     def make_view_of(self, base: "RandomTensor") -> Self:
         """Share memory with a tensor, which has no moments after this one is changed, nor vice versa."""
-        self._base = base, base._changes
+        self._source = base, base._changes
         return self
 
     def _bases(self) -> "Iterator[tuple[RandomTensor, int]]":
-        own = self._base
+        own = self._source
         while own is not None:
             yield own
-            own = own[0]._base
+            own = own[0]._source
 
     def _check_memory(self) -> None:
         """Raise a ``NotImplementedError`` if a tensor with the same memory was changed in place."""

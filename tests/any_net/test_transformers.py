@@ -236,5 +236,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     model, guide = make()
     with torch.no_grad():
         next(iter(guide.parameters())).fill_(float("nan"))
+    padded = ps.TokenClassifier(ps.bayesianize(base(), prior=0.1), shift=True, ignore_index=0)
+    with pytest.raises(ValueError, match=r"`model` must have `ignore_index=-100`.*but got 0"):
+        hf.StructuredTrainer(padded, ps.MeanFieldGuide(padded), arguments(tmp_path))
     with pytest.raises(FloatingPointError, match="not finite"):
         train(model, guide, tmp_path)
