@@ -32,6 +32,7 @@ class StructuredModel(EnsembleModel):
 
     The posterior at X is a set of S functions, one for each draw of all weights: joint over all inputs,
     and the same in each call. Samples are differentiable in X. A guide is sampled once, on its device.
+    The functions have no noise: ``observation_noise=True`` changes nothing, as for BoTorch's ensembles.
 
     Args:
         model: The model, such as a :class:`~pyro_structvi.Regressor` of the mean of outcomes ``(n, m)``.
