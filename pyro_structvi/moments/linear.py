@@ -1,6 +1,6 @@
 """Random weights, and moments of linear maps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, Self
 
@@ -151,6 +151,12 @@ def linear_moments(application: Application) -> RandomTensor:
             "A weight and bias with a joint posterior meet a call that takes the weight's dimensions in "
             "another order, for which they have no moments. Use `join_bias=False`."
         )
+    q = _distribution_of(weight)
+    if not is_joint and q is not None and q is _distribution_of(bias):
+        raise NotImplementedError(
+            "A weight and bias with a joint posterior meet a call after another function of one of "
+            "them, for which they have no moments. Use `join_bias=False`."
+        )
     bias = None if is_joint else bias
     (m, v), (bias_mean, bias_variance) = moments(x), moments(bias)
     q, matrix, factor = _applied(application, is_joint, v is not None)
@@ -208,6 +214,12 @@ def _is_joint(weight: Any, bias: Any) -> bool:
     return both and weight.part == "weight" and bias.distribution is weight.distribution
 
 
+def _distribution_of(x: Any) -> WeightDistribution | None:
+    """Return the distribution of a correlated weight that a tensor is or comes from, or None."""
+    own = origin_of(x) if isinstance(x, RandomTensor) else None
+    return None if own is None else own[0].distribution
+
+
 def _applied(application: Application, is_joint: bool, has_random_input: bool) -> Applied:
     """Return the parts of a weight that a linear map takes."""
     weight, arrangement = application.weight, application.arrangement
@@ -219,6 +231,9 @@ def _applied(application: Application, is_joint: bool, has_random_input: bool) -
     q: WeightDistribution | None = None
     if isinstance(weight, RandomWeight):
         q = _arranged(weight, application, is_joint)
+    elif isinstance(weight, RandomTensor) and weight.of_weight is not None:
+        own: Any = weight.of_weight
+        q = _derived(own[0], own[1], application)
     elif isinstance(weight, RandomTensor):
         q = MeanFieldNormal(weight.loc, floored_sqrt(weight.variance), validate_args=False)
         q = q if arrangement is None else q.rearranged(arrangement)
@@ -228,6 +243,41 @@ def _applied(application: Application, is_joint: bool, has_random_input: bool) -
         factor = factor + q.as_matrix(q.variance)
     formed[key] = q, matrix, factor
     return q, matrix, factor
+
+
+def origin_of(x: RandomTensor) -> tuple[RandomWeight, Callable[[Tensor], Tensor]] | None:
+    """Return the correlated weight and the linear function of it that a tensor is, or None."""
+    if isinstance(x, RandomWeight):
+        is_matrix_or_part = x.dim() > 1 or x.part == "bias"
+        is_correlated = is_matrix_or_part and not isinstance(x.distribution, IndependentWeight)
+        return (x, lambda value: value) if is_correlated else None
+    found: tuple[RandomWeight, Callable[[Tensor], Tensor]] | None = x.of_weight  # type: ignore[assignment]
+    return found
+
+
+def _derived(
+    weight: RandomWeight, function: Callable[[Tensor], Tensor], application: Application
+) -> WeightDistribution:
+    """Return the distribution of a linear function of a correlated weight, as a map takes it."""
+    arrangement = application.arrangement
+    if arrangement is not None and arrangement.stack:
+        raise NotImplementedError(
+            "A stack of weights that are correlated has no moments. Predict with draws."
+        )
+
+    def apply(value: Tensor) -> Tensor:
+        own = function(value)
+        return own if arrangement is None else arrangement(own)
+
+    numbers = torch.arange(weight.numel(), dtype=weight.dtype, device=weight.device)
+    numbers = numbers.reshape(weight.shape)
+    if weight.part == "whole" and torch.equal(apply(numbers), numbers):
+        return weight.distribution  # transposed twice
+    q = weight.distribution
+    dense = q if weight.part == "whole" and isinstance(q, FullNormal) else _dense(weight)
+    columns = dense.scale_tril.mT.reshape(-1, *weight.shape)
+    moved = torch.func.vmap(apply)(columns).flatten(1)
+    return FullNormal(apply(dense.loc), stable_root(moved.mT @ moved), validate_args=False)
 
 
 def _arranged(weight: RandomWeight, application: Application, is_joint: bool) -> WeightDistribution:
@@ -254,8 +304,9 @@ def _dense(weight: RandomWeight) -> FullNormal:
     if q.event_shape.numel() > LARGEST:
         raise NotImplementedError(
             f"A {type(q).__name__} of {q.event_shape.numel()} elements meets a call that takes its "
-            "dimensions in another order, or without its bias, for which it has no moments. Use a "
-            "structure with independent elements there, `join_bias=False`, or predict with draws."
+            "dimensions in another order, without its bias, or after another function, for which it has "
+            "no moments. Use a structure with independent elements there, `join_bias=False`, or predict "
+            "with draws."
         )
     covariance = q.covariance_matrix
     if weight.part == "weight":

@@ -35,6 +35,8 @@ class RandomTensor(Tensor):
 
     Attributes:
         form_covariance: A function that forms the covariance of outputs of a dense map on demand.
+        of_weight: A random weight with correlated elements and the linear function of it that this
+            tensor is, or None.
 
     Example:
         >>> import torch
@@ -49,6 +51,7 @@ class RandomTensor(Tensor):
     settings: Settings
     covariance: Tensor | None
     form_covariance: Callable[[], Tensor] | None = None
+    of_weight: "tuple[RandomTensor, Callable[[Tensor], Tensor]] | None" = None
     _source: "tuple[RandomTensor, int] | None" = None  # and how often it had been changed
     _changes: int = 0
     _has_changed_view: bool = False
@@ -99,7 +102,7 @@ class RandomTensor(Tensor):
         for base, _ in self._bases():
             base._has_changed_view = True
         self._loc, self._variance, self.covariance = other.loc, other.variance, other.covariance
-        self.form_covariance = other.form_covariance
+        self.form_covariance, self.of_weight = other.form_covariance, other.of_weight
         return self
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]

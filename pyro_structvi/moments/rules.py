@@ -17,7 +17,7 @@ from pyro_structvi.maps.calls import (
     rewritten,
 )
 from pyro_structvi.moments.layers import LAYER_RULES
-from pyro_structvi.moments.linear import linear_moments, lookup_moments
+from pyro_structvi.moments.linear import linear_moments, lookup_moments, origin_of
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
 from pyro_structvi.moments.random_tensor import RandomTensor, moments, random_among
 
@@ -185,6 +185,13 @@ REARRANGING_RULES: dict[str, Callable[..., Any]] = {
 RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES}
 
 
+# Functions that are linear in one random tensor if the other arguments are known.
+_LINEAR = {
+    *(*_VIEWS, *_COPIES, *_CONVERSIONS, "T", "mT", "view", "getitem"),
+    *("mul", "rmul", "multiply", "div", "truediv", "divide", "neg", "negative"),
+}
+
+
 def moments_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -222,7 +229,10 @@ def _apply(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if name in RULES:
-        return RULES[name](*args, **kwargs)
+        found = RULES[name](*args, **kwargs)
+        if name in _LINEAR:
+            _keep_weight(function, args, kwargs, found)
+        return found
     x = args[0] if args else None
     if name in NONLINEARITIES and isinstance(x, RandomTensor):
         read = NONLINEARITIES[name]
@@ -233,6 +243,30 @@ def _apply(
     raise NotImplementedError(
         f"The function `{name}` has no rule for the moments of a random input"
     )
+
+
+def _keep_weight(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+) -> None:
+    """Tell the results of a linear function of a correlated weight where they come from."""
+    leaves, structure = take_apart((args, kwargs))
+    sources = [leaf for leaf in leaves if isinstance(leaf, RandomTensor)]
+    own = origin_of(sources[0]) if len(sources) == 1 else None
+    if own is None:
+        return
+    weight, former = own
+
+    def apply(number: int, value: Tensor) -> Tensor:
+        value = former(value).clone()  # which a function in place may change
+        new_args, new_kwargs = put_together(
+            [value if leaf is sources[0] else leaf for leaf in leaves], structure
+        )
+        result: Tensor = take_apart(function(*new_args, **new_kwargs))[0][number]
+        return result
+
+    for number, each in enumerate(take_apart(found)[0]):
+        if isinstance(each, RandomTensor) and each is not sources[0]:
+            each.of_weight = weight, partial(apply, number)
 
 
 def linearized(

@@ -83,6 +83,10 @@ ARRANGED = (
     (lambda x, w: torch.addmm(torch.ones(2), x, w), (3, 2)),
     (lambda x, w: torch.einsum("bi,io->bo", x, w), (3, 2)),
     (lambda x, w: x @ w.T, (2, 3)),
+    (lambda x, w: F.linear(x, w.flip(0)), (2, 3)),
+    (lambda x, w: F.linear(x, w[:, [2, 0, 1]]), (2, 3)),
+    (lambda x, w: x @ (w.unflatten(0, (2, 2))[1] / 2).T * 3, (4, 3)),
+    (lambda x, w: F.linear(x, -w * torch.arange(3.0)), (2, 3)),
 )
 
 
@@ -93,13 +97,30 @@ def test_calls_that_take_a_weight_in_another_order(case):
             q, x = case.make((), shape, FLOAT64), random_input(1, 3, full=full)
             found = function(x, RandomWeight(q, Settings(full)))
             loc, covariance = dense_part(case, q)
-            if shape == (2, 3):  # a view of the weight, which keeps variances alone
-                covariance = torch.diag(covariance.diagonal())
             assert (found.covariance is not None) == full
             assert_examples_exact(found, function, x, (loc, covariance))
     q, x = case.make((), (2, 3), FLOAT64), random_input(1, 2)
     weight, _ = joint_parts(q, (2, 2))
     assert_examples_exact(x @ weight, lambda x, w: x @ w[:, :-1], x, dense_part(case, q))
+
+
+def test_a_joint_bias_or_a_weight_that_is_no_longer_its_partner_is_refused():
+    q = MatrixNormal(torch.randn(2, 4), torch.rand(2, 2).tril(), torch.rand(4, 4).tril())
+    weight, bias = joint_parts(q, (2, 3))
+    for parts in ((2 * weight, bias), (weight, 2 * bias), (weight.flip(0), bias.flip(0))):
+        with pytest.raises(NotImplementedError, match="after another function of one of them"):
+            F.linear(torch.randn(1, 3), *parts)
+
+
+def test_a_large_weight_that_is_transposed_twice_keeps_its_structure(monkeypatch):
+    monkeypatch.setattr(linear_module, "LARGEST", 5)
+    q, x = MatrixNormal(torch.randn(2, 3), torch.eye(2), torch.eye(3)), torch.randn(1, 3)
+    found, expected = (f(x, RandomWeight(q, Settings())) for f in (ARRANGED[3][0], F.linear))
+    torch.testing.assert_close(found.variance, expected.variance)
+    with pytest.raises(
+        NotImplementedError, match=r"MatrixNormal of 6 elements .* another function"
+    ):
+        F.linear(x, 2 * RandomWeight(q, Settings()))
 
 
 def test_a_stack_of_weights_has_independent_elements():
