@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_structvi.linalg.matrices import floored_sqrt
 from pyro_structvi.maps.convolution import for_each_dim
+from pyro_structvi.moments.linear import covariance_of
 from pyro_structvi.moments.nonlinear import (
     Moments,
     in_deviations,
@@ -77,18 +78,21 @@ def _covariance(x: Any, loc: Tensor, factor: Any = 1) -> Tensor | None:
     """Return the covariance of ``factor * x`` in the shape of a result, if it is kept."""
     if not isinstance(x, RandomTensor) or not x.settings.full_covariance or loc.dim() != 2:
         return None
-    if x.covariance is None:
+    known = covariance_of(x) if x.dim() == 1 else x.covariance
+    if known is None:
         own = torch.diag_embed(x.variance.expand(loc.shape))
     else:
-        own = x.covariance.expand(*loc.shape, loc.shape[-1])
+        own = known.expand(*loc.shape, loc.shape[-1])
     if isinstance(factor, Tensor):
         scale = factor.expand(loc.shape)
         return own * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     return own if factor == 1 else own * float(factor) ** 2
 
 
-def _matmul(input: Any, other: Any) -> RandomTensor:
-    """Return the moments of a product of matrices with independent elements."""
+def _matmul(input: Any, other: Any) -> Any:
+    """Return the moments of a product of matrices with independent elements, or with a vector."""
+    if other.dim() == 1 < input.dim():  # a dense layer with one output
+        return F.linear(input, other.unsqueeze(0)).squeeze(-1)
     (a, va), (b, vb) = moments(input), moments(other)
     variance = total(
         None if va is None else va @ total(b.square(), vb), None if vb is None else a.square() @ vb
@@ -440,7 +444,7 @@ LAYER_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mul", "rmul", "multiply"), _mul),
     **dict.fromkeys(("div", "truediv", "divide"), _div),
     **dict.fromkeys(("neg", "negative"), lambda input: _mul(input, -1)),
-    **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
+    **dict.fromkeys(("matmul", "bmm", "mm", "mv"), _matmul),
     "rmatmul": lambda input, other: _matmul(other, input),
     "lerp": _lerp,
     "sum": _sum,

@@ -163,7 +163,7 @@ def linear_moments(application: Application) -> RandomTensor:
     loc = (BiasColumnMap(linear_map) if is_joint else linear_map)(m, matrix, bias_mean)
 
     has_covariance = linear_map.is_dense and loc.dim() == 2
-    bias_covariance = None if bias_variance is None else _covariance_of(bias)
+    bias_covariance = None if bias_variance is None else covariance_of(bias)
     if settings.full_covariance and has_covariance:
         covariance = total(_covariance(x, q, matrix, is_joint), bias_covariance)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
@@ -248,8 +248,7 @@ def _applied(application: Application, is_joint: bool, has_random_input: bool) -
 def origin_of(x: RandomTensor) -> tuple[RandomWeight, Callable[[Tensor], Tensor]] | None:
     """Return the correlated weight and the linear function of it that a tensor is, or None."""
     if isinstance(x, RandomWeight):
-        is_matrix_or_part = x.dim() > 1 or x.part == "bias"
-        is_correlated = is_matrix_or_part and not isinstance(x.distribution, IndependentWeight)
+        is_correlated = not isinstance(x.distribution, IndependentWeight)
         return (x, lambda value: value) if is_correlated else None
     found: tuple[RandomWeight, Callable[[Tensor], Tensor]] | None = x.of_weight  # type: ignore[assignment]
     return found
@@ -330,7 +329,7 @@ def _with_column(
 def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, is_joint: bool) -> Tensor:
     """Return the covariance between the outputs of a dense map, ``(batch, out, out)``."""
     m, _ = moments(x)
-    own = _covariance_of(x) if isinstance(x, RandomTensor) else None
+    own = covariance_of(x) if isinstance(x, RandomTensor) else None
     if is_joint:
         m = torch.cat([m, torch.ones_like(m[:, :1])], -1)
         own = None if own is None else F.pad(own, (0, 1, 0, 1))
@@ -339,7 +338,8 @@ def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, is_joint: 
     return spread if own is None else spread + matrix @ own @ matrix.mT
 
 
-def _covariance_of(x: Any) -> Tensor:
+def covariance_of(x: Any) -> Tensor:
+    """Return the covariance between the elements of the last dimension of a random tensor."""
     if isinstance(x, RandomWeight) and x.part == "whole":
         return x.distribution.covariance_matrix
     return torch.diag_embed(x.variance) if x.covariance is None else x.covariance

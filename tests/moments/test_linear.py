@@ -104,6 +104,37 @@ def test_calls_that_take_a_weight_in_another_order(case):
     assert_examples_exact(x @ weight, lambda x, w: x @ w[:, :-1], x, dense_part(case, q))
 
 
+VECTORS = (
+    torch.matmul,
+    torch.mv,
+    lambda x, v: x @ (2 * v),
+    lambda x, v: torch.einsum("bi,i->b", x, v),
+    lambda x, v: (x * v).sum(-1),
+    lambda x, v: F.linear(x, v[None], torch.ones(1)).squeeze(-1),
+)
+
+
+@pytest.mark.parametrize("number", range(len(VECTORS)))
+def test_a_product_with_a_vector_is_a_dense_layer_with_one_output(number):
+    function, root = VECTORS[number], torch.randn(3, 3).tril()
+    q = FullNormal(torch.randn(3), root, validate_args=False)
+    mean, covariance, x = q.loc, root @ root.mT, torch.randn(2, 3)
+    factor = 2.0 if number == 2 else 1.0
+    found = function(x, RandomWeight(q, Settings(True)))
+    torch.testing.assert_close(found.variance, factor**2 * ((x @ covariance) * x).sum(-1))
+    known = torch.randn(3)
+    h = random_input(2, 3, full=True)
+    found = function(h, known)
+    expected = torch.einsum("i,bij,j->b", known, h.covariance, known)
+    torch.testing.assert_close(found.variance, factor**2 * expected)
+    if number != 4:
+        found = function(h, RandomWeight(q, Settings(True)))
+        second = h.covariance + h.loc.unsqueeze(-1) * h.loc.unsqueeze(-2)
+        of_input = torch.einsum("i,bij,j->b", mean, h.covariance, mean)
+        expected = of_input + (second * covariance).sum((-2, -1))
+        torch.testing.assert_close(found.variance, factor**2 * expected)
+
+
 def test_a_joint_bias_or_a_weight_that_is_no_longer_its_partner_is_refused():
     q = MatrixNormal(torch.randn(2, 4), torch.rand(2, 2).tril(), torch.rand(4, 4).tril())
     weight, bias = joint_parts(q, (2, 3))
