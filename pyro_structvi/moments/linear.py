@@ -268,15 +268,33 @@ def _derived(
         own = function(value)
         return own if arrangement is None else arrangement(own)
 
-    numbers = torch.arange(weight.numel(), dtype=weight.dtype, device=weight.device)
-    numbers = numbers.reshape(weight.shape)
-    if weight.part == "whole" and torch.equal(apply(numbers), numbers):
-        return weight.distribution  # transposed twice
+    if weight.part == "whole" and _is_identity(apply, weight):
+        return weight.distribution
     q = weight.distribution
     dense = q if weight.part == "whole" and isinstance(q, FullNormal) else _dense(weight)
-    columns = dense.scale_tril.mT.reshape(-1, *weight.shape)
-    moved = torch.func.vmap(apply)(columns).flatten(1)
-    return FullNormal(apply(dense.loc), stable_root(moved.mT @ moved), validate_args=False)
+    # Each element is a multiple of one of the weight's, since functions move and scale elements.
+    ones = torch.ones(weight.shape, dtype=torch.float64, device=weight.device)
+    numbers, factor = apply(ones.flatten().cumsum(0).reshape(weight.shape)), apply(ones)
+    if torch.finfo(factor.dtype).bits < 32:
+        raise NotImplementedError(
+            "A weight with correlated elements that is converted to half precision has no moments. Use "
+            "autocast, or predict with draws."
+        )
+    order = torch.where(factor == 0, 1, numbers / factor).round().long().flatten() - 1
+    scale = factor.flatten().to(dense.loc)
+    covariance = dense.covariance_matrix[order][:, order] * scale * scale.unsqueeze(-1)
+    return FullNormal(apply(dense.loc), stable_root(covariance), validate_args=False)
+
+
+def _is_identity(function: Callable[[Tensor], Tensor], like: Tensor) -> bool:
+    """Whether a function returns a view of its argument with the same elements, as two transposes do.
+
+    It reads no values, so that a pass can be recorded.
+    """
+    given = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    found = function(given)
+    is_view = found.untyped_storage()._cdata == given.untyped_storage()._cdata
+    return is_view and found.shape == given.shape and found.stride() == given.stride()
 
 
 def _arranged(weight: RandomWeight, application: Application, is_joint: bool) -> WeightDistribution:

@@ -255,9 +255,10 @@ def _keep_weight(
     if own is None:
         return
     weight, former = own
+    in_place = name_of(function).endswith("_")
 
     def apply(number: int, value: Tensor) -> Tensor:
-        value = former(value).clone()  # which a function in place may change
+        value = former(value).clone() if in_place else former(value)
         new_args, new_kwargs = put_together(
             [value if leaf is sources[0] else leaf for leaf in leaves], structure
         )

@@ -90,3 +90,25 @@ def test_features_are_frozen_or_trained_along(frozen):
     assert all(same) if frozen else not any(same)
     assert model.net.features.training is not frozen
     assert set(guide.site_names) == {"net.head.weight", "net.head.bias"}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        return x @ (self.weight.flip(0) / 2).T
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, in tracing
+def test_a_function_of_a_correlated_weight_is_exported_and_trained():
+    model = ps.Regressor(ps.bayesianize(Scaled(), prior=1.0), 5, noise_scale=0.3)
+    guide, x = ps.MatrixNormalGuide(model, init_scale=0.1), torch.randn(5, 3)
+    moments = ps.moments.NetMoments(model, guide).eval()
+    with torch.no_grad():
+        exported = torch.export.export(moments, (x,), strict=False).module()(x)
+    torch.testing.assert_close(exported, moments(x))
+    elbo = ps.StructuredELBO(estimator="moments")
+    history = ps.fit(model, guide, (x, torch.randn(5, 4)), num_steps=3, elbo=elbo, progress=False)
+    assert torch.tensor(history.elbo).isfinite().all()
