@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_structvi.linalg.matrices import floored_sqrt
 from pyro_structvi.maps.convolution import for_each_dim
-from pyro_structvi.moments.linear import covariance_of
+from pyro_structvi.moments.linear import covariance_of, distribution_of
 from pyro_structvi.moments.nonlinear import (
     Moments,
     in_deviations,
@@ -30,6 +30,13 @@ def _add(input: Any, other: Any, *, alpha: float = 1, sign: float = 1) -> Random
     factor = sign * alpha
     if input is other:
         return _mul(input, 1 + factor)
+    for output, bias in ((input, other), (other, input)):
+        own = getattr(output, "map_of", None)
+        if own is not None and own is distribution_of(bias):
+            raise NotImplementedError(
+                "A weight and bias with a joint posterior have no moments where the bias is added after "
+                "the layer. Use `join_bias=False`, or pass both to one call, such as `F.linear`."
+            )
     (a, va), (b, vb) = moments(input), moments(other)
     loc = a + factor * b
     variance = total(va, None if vb is None else factor**2 * vb).expand(loc.shape)

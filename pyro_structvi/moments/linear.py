@@ -151,8 +151,8 @@ def linear_moments(application: Application) -> RandomTensor:
             "A weight and bias with a joint posterior meet a call that takes the weight's dimensions in "
             "another order, for which they have no moments. Use `join_bias=False`."
         )
-    q = _distribution_of(weight)
-    if not is_joint and q is not None and q is _distribution_of(bias):
+    own = distribution_of(weight)
+    if not is_joint and own is not None and own is distribution_of(bias):
         raise NotImplementedError(
             "A weight and bias with a joint posterior meet a call after another function of one of "
             "them, for which they have no moments. Use `join_bias=False`."
@@ -167,7 +167,9 @@ def linear_moments(application: Application) -> RandomTensor:
     if settings.full_covariance and has_covariance:
         covariance = total(_covariance(x, q, matrix, is_joint), bias_covariance)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
-        return RandomTensor(loc, variance, settings, covariance)
+        found = RandomTensor(loc, variance, settings, covariance)
+        found.map_of = own
+        return found
 
     of_input = of_weight = None
     if v is not None and factor is not None:
@@ -180,6 +182,7 @@ def linear_moments(application: Application) -> RandomTensor:
         of_weight = q.image_variance(*_with_column(q, linear_map, at, is_joint), loc)
     variance = total(of_input, of_weight).expand(loc.shape)
     found = RandomTensor(loc, variance, settings)
+    found.map_of = own
 
     def form_covariance() -> Tensor:
         """Return the covariance of a weight at the mean input, and of the input."""
@@ -214,7 +217,7 @@ def _is_joint(weight: Any, bias: Any) -> bool:
     return both and weight.part == "weight" and bias.distribution is weight.distribution
 
 
-def _distribution_of(x: Any) -> WeightDistribution | None:
+def distribution_of(x: Any) -> WeightDistribution | None:
     """Return the distribution of a correlated weight that a tensor is or comes from, or None."""
     own = origin_of(x) if isinstance(x, RandomTensor) else None
     return None if own is None else own[0].distribution

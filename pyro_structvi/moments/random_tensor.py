@@ -37,6 +37,7 @@ class RandomTensor(Tensor):
         form_covariance: A function that forms the covariance of outputs of a dense map on demand.
         of_weight: A random weight with correlated elements and the linear function of it that this
             tensor is, or None.
+        map_of: The distribution of the correlated weight of a linear map that this tensor is, or None.
 
     Example:
         >>> import torch
@@ -51,6 +52,7 @@ class RandomTensor(Tensor):
     settings: Settings
     covariance: Tensor | None
     form_covariance: Callable[[], Tensor] | None = None
+    map_of: Any = None
     of_weight: "tuple[RandomTensor, Callable[[Tensor], Tensor]] | None" = None
     _source: "tuple[RandomTensor, int] | None" = None  # and how often it had been changed
     _changes: int = 0
@@ -103,6 +105,7 @@ class RandomTensor(Tensor):
             base._has_changed_view = True
         self._loc, self._variance, self.covariance = other.loc, other.variance, other.covariance
         self.form_covariance, self.of_weight = other.form_covariance, other.of_weight
+        self.map_of = other.map_of
         return self
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]

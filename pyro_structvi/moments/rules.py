@@ -48,8 +48,11 @@ def _move(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         numbers = torch.arange(x.numel(), device=x.device).reshape(x.shape)
         moved, _ = apply(lambda leaf: numbers if leaf is x else leaf)
         covariances = [_covariance_at(x, x.covariance, part) for part in moved]
-    found = zip(locs, variances, covariances, strict=True)
-    return put_together([RandomTensor(m, v, x.settings, own) for m, v, own in found], outputs)
+    parts = zip(locs, variances, covariances, strict=True)
+    found = [RandomTensor(m, v, x.settings, own) for m, v, own in parts]
+    for each in found:
+        each.map_of = x.map_of
+    return put_together(found, outputs)
 
 
 def _is_known(leaf: Any) -> bool:

@@ -141,6 +141,12 @@ def test_a_joint_bias_or_a_weight_that_is_no_longer_its_partner_is_refused():
     for parts in ((2 * weight, bias), (weight, 2 * bias), (weight.flip(0), bias.flip(0))):
         with pytest.raises(NotImplementedError, match="after another function of one of them"):
             F.linear(torch.randn(1, 3), *parts)
+    for full in (False, True):
+        weight, bias = joint_parts(q, (2, 3), full=full)
+        with pytest.raises(NotImplementedError, match="where the bias is added after the layer"):
+            F.linear(torch.randn(1, 3), weight).add_(bias)
+        with pytest.raises(NotImplementedError, match="where the bias is added after the layer"):
+            bias + torch.einsum("bi,oi->bo", torch.randn(1, 3), weight)
 
 
 def test_a_large_weight_that_is_transposed_twice_keeps_its_structure(monkeypatch):
