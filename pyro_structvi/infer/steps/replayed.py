@@ -156,14 +156,17 @@ class ReplayedStep:
                 f"The parameters are on {self._device}, but an argument is on {elsewhere[0].device}. "
                 "Move it there before the step."
             )
-        self._record = Record(lambda *given: self._differentiate(call, given), inputs)
-        outputs, self._record.outputs = self._record.outputs, ()
+        record = Record(lambda *given: self._differentiate(call, given), inputs)
+        outputs, record.outputs = record.outputs, ()
         if self.updates:
             self._record_update([outputs[0], *self._gradients(outputs)])
-        if self._backend == "auto" and self._record.can_be_compiled:
-            self.compile("inductor", call)
+        if self._backend == "auto" and record.can_be_compiled:
+            record.compile("inductor", inputs)
         elif self._backend not in (None, "auto"):
-            self.compile(self._backend, call)
+            record.compile(self._backend, inputs)
+        self._record = (
+            record  # at last: one that an interrupt leaves without an update trains nothing
+        )
         return outputs
 
     def _differentiate(self, call: Call, tensors: Sequence[Tensor]) -> Outputs:
