@@ -3,6 +3,7 @@
 import pyro
 import pytest
 import torch
+from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.infer.steps.replayed import ReplayedStep
@@ -10,10 +11,10 @@ from tests.infer.test_checked_steps import states, with_statistics
 from tests.models import regression_data
 
 
-def compiled(model=None, fused=True):
+def compiled(model=None, data=None, fused=True):
     """Return guide, optimizer and traced steps of a model with running statistics, and its data."""
     pyro.set_rng_seed(0)
-    model, data = model or with_statistics(), regression_data()
+    model, data = model or with_statistics(), data or regression_data()
     guide = ps.KTiedGuide(model)
     guide.initialize(*data)
     optimizer = torch.optim.Adam([*guide.parameters(), *model.parameters()], lr=0.01, fused=fused)
@@ -21,17 +22,71 @@ def compiled(model=None, fused=True):
     return guide, optimizer, svi, data
 
 
+def fail(*args):
+    raise ZeroDivisionError
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("name", ["_differentiate", "_record_update", "_update"])
 def test_an_interrupted_record_is_made_again(name, monkeypatch):
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
     guide, _, svi, data = compiled()
     losses = [svi.step(*data) for _ in range(2)]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(ReplayedStep, name, interrupt)
         svi.step(*data)
     losses += [svi.step(*data) for _ in range(6)]
-    other, _, svi, data = compiled()
-    assert losses == [svi.step(*data) for _ in range(8)]
+    other, _, whole, data = compiled()
+    assert losses == [whole.step(*data) for _ in range(8)]
     torch.testing.assert_close(states(guide), states(other), rtol=0, atol=0)
+
+
+class Looking(nn.Module):
+    """Looks an output up behind the running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.table = nn.Embedding(4, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(x[:, :3])) + self.table(x[:, 3].long())
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize(
+    ("error", "steps"), [("index", 1), ("index", 6), ("hook", 1), ("hook", 3), ("hook", 6)]
+)
+def test_a_step_that_fails_leaves_buffers_as_they_were(error, steps, is_fused):
+    model = ps.Regressor(ps.bayesianize(Looking(), normalization=False), 12, 0.3)
+    pyro.set_rng_seed(0)
+    x, y = regression_data()
+    data = torch.cat([x, torch.zeros(12, 1)], -1), y
+    guide, optimizer, svi, _ = compiled(model, data, is_fused)
+    for _ in range(steps):
+        svi.step(*data)
+    before = states(model, guide)
+    if error == "index":
+        with pytest.raises((IndexError, RuntimeError), match="index"):
+            svi.step(data[0] + 9, y)
+    else:
+        hook = optimizer.register_step_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            svi.step(*data)
+        hook.remove()
+    torch.testing.assert_close(states(model, guide), before, rtol=0, atol=0)
+    svi.step(*data)
+
+
+def test_an_interrupted_step_leaves_no_gradients():
+    guide, _, svi, data = compiled()
+    weight = next(guide.parameters())
+    hook = weight.register_hook(interrupt)
+    before = states(guide.model, guide)
+    with pytest.raises(KeyboardInterrupt):
+        svi.step(*data)
+    hook.remove()
+    torch.testing.assert_close(states(guide.model, guide), before, rtol=0, atol=0)
+    assert all(each.grad is None for each in (*guide.parameters(), *guide.model.parameters()))

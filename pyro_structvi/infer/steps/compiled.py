@@ -133,16 +133,24 @@ class CompiledStep(EagerStep):
             return self._take_watched(step, call)
         if step.to_compare:
             return self._take_compared(step, call)
-        restore = saved(step.buffers, step.generators)
-        read: list[float] = step(call).tolist()
-        if not math.isfinite(sum(read[1:])):  # and the parameters are those before the step
+        restore, redraw = saved(step.buffers), saved((), step.generators)
+        try:
+            read: list[float] = step(call).tolist()
+            is_finite = math.isfinite(
+                sum(read[1:])
+            )  # otherwise parameters are those before the step
+            if is_finite and not step.updates:
+                self._last_state = None
+                self.optimizer.step()
+        except BaseException:
             restore()
-            self.optimizer.forget_gradients()
-            return self.take_eagerly(call.args, call.kwargs)  # which names the inputs or terms
-        if not step.updates:
-            self._last_state = None
-            self.optimizer.step()
-        return read
+            raise
+        if is_finite:
+            return read
+        restore()
+        redraw()
+        self.optimizer.forget_gradients()
+        return self.take_eagerly(call.args, call.kwargs)  # which names the inputs or terms
 
     def _take_watched(self, step: ReplayedStep, call: Call) -> list[float]:
         """Take a step eagerly, and refuse its kind if it changes values that a replay would not."""

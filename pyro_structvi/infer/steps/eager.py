@@ -30,14 +30,14 @@ class EagerStep:
     def __call__(self, *args: Any, **kwargs: Any) -> StepTerms:
         """Take a step and count it for the schedule of the KL weight.
 
-        On an error parameters and buffers stay as they were.
+        On an error or an interrupt parameters and buffers stay as they were.
         """
         weight = self.loss.elbo.current_kl_weight
         self.optimizer.check_rates()
         try:
             with ONE_THREAD:
                 loss, likelihood, kl, _ = self.take(args, kwargs)
-        except Exception:
+        except BaseException:
             self.loss.zero_grad()
             self.optimizer.forget_gradients()
             raise
@@ -69,10 +69,10 @@ class EagerStep:
             read: list[float] = self._numbers.tolist()
             if not math.isfinite(sum(read[1:])):
                 raise error_of(self.loss, parameters, (args, kwargs), terms)
-        except Exception:
+            self.optimizer.step()
+        except BaseException:
             restore()
             raise
-        self.optimizer.step()
         return read
 
     def _refuse_other_parameters(self) -> None:
