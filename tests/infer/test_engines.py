@@ -296,3 +296,24 @@ def test_replays_of_a_fit_ask_for_no_state_where_no_other_code_runs(monkeypatch,
     guide = ps.KTiedGuide(model)
     ps.fit(model, guide, regression_data(20), num_steps=30, progress=False)
     assert 0 < len(asked) < 8
+
+
+def buffer_without_writes(kind):
+    """Return zeros in one place, or of inference mode: no operation may write into them."""
+    if kind == "expanded":
+        return torch.zeros(1).expand(3)
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize("kind", ["expanded", "inference"])
+def test_buffers_that_nothing_can_write_into_are_traced(kind, traced_fit):
+    class Centred(nn.Linear):
+        def forward(self, x):
+            return super().forward(x - self.center)
+
+    layer = Centred(3, 1)
+    layer.register_buffer("center", buffer_without_writes(kind))
+    model, data = ps.Regressor(ps.bayesianize(layer, prior=1.0), 12, 0.3), regression_data()
+    history = ps.fit(model, ps.KTiedGuide(model), data, num_steps=8, progress=False)
+    assert not history.compilation

@@ -10,7 +10,7 @@ def saved(
     tensors: Iterable[Tensor], generators: Iterable[torch.Generator] = ()
 ) -> Callable[[], None]:
     """Return a function that puts the present values back."""
-    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    copies = [(each, each.detach().clone()) for each in tensors if _can_be_written(each)]
     states = [(generator, generator.get_state()) for generator in generators]
 
     def restore() -> None:
@@ -21,3 +21,11 @@ def saved(
             generator.set_state(state)
 
     return restore
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Whether operations may write: not into inference tensors or several elements in one place."""
+    if tensor.is_inference() or tensor.layout != torch.strided:
+        return not tensor.is_inference()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return not any(size > 1 and stride == 0 for size, stride in pairs)
