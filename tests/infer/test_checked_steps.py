@@ -145,7 +145,13 @@ class DropsByPython(nn.Module):
         return self.last(self.first(x) if self.draw() < 0.5 else x)
 
 
-@pytest.mark.parametrize("draw", [random.random, lambda: np.random.random()])  # noqa: NPY002
+DRAWS = (  # NumPy draws every second normal with the one before
+    random.random,
+    *(lambda: np.random.random(), lambda: np.random.normal()),  # noqa: NPY002
+)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
 def test_random_numbers_of_python_are_not_compiled(draw):
     model = ps.Regressor(ps.bayesianize(DropsByPython(draw)), 12, 0.3)
     guide, data = ps.MeanFieldGuide(model), regression_data()

@@ -65,7 +65,7 @@ class Modules:
         of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
         values = self._known_to_functions()
         values["the state of Python's `random`"] = random.getstate()
-        values["the state of NumPy's generator"] = of_numpy[2], of_numpy[1].tobytes()
+        values["the state of NumPy's generator"] = of_numpy[1].tobytes(), *of_numpy[2:]
         for number, module in enumerate(self):
             # Guides cache functions of their parameters.
             is_others = not isinstance(module, (SitePosterior, StructuredGuide))
