@@ -175,3 +175,30 @@ def test_many_kinds_of_steps_are_said():
     with pytest.warns(CompileFallbackWarning, match=f"more than {MOST_KINDS} kinds of steps"):
         svi.step(x, y, 0.5)
     assert len(steps_of(svi)) == MOST_KINDS
+
+
+SHIFTED = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+
+
+def of_a_global(x, y):
+    pyro.module("net", SHIFTED)
+    noise = pyro.sample("noise", dist.LogNormal(torch.zeros(()), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("obs", dist.Normal(SHIFTED(x), noise).to_event(1), obs=y)
+
+
+def test_modules_that_a_function_names_as_globals_are_its_own():
+    def make():
+        SHIFTED.to(torch.get_default_dtype())
+        for part in SHIFTED[::2]:
+            part.reset_parameters()
+        return of_a_global, ps.MeanFieldGuide(of_a_global)
+
+    def switch(svi, number):
+        SHIFTED.train(number < 6)
+
+    found, data = [], regression_data()
+    for compiled in (False, True):
+        losses, *_ = train(make, data, compiled, steps=9, change=switch)
+        found.append((losses, SHIFTED[0].running_mean.clone()))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=0)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ _OF_TORCH = {*vars(nn.Module())} - {"training"} | {"_flat_weights"}  # lists of 
 
 
 class Modules:
-    """The modules of model and guide, as callables, owners of methods or closed-over variables.
+    """The modules of model and guide, as callables, owners of methods, or variables that these name.
 
     Args:
         parts: Model and guide.
@@ -82,13 +83,9 @@ class Modules:
         """Return the plain globals and closed-over variables of model and guide, by name."""
         found: dict[str, Hashable] = {}
         for function in self._functions:
-            code = getattr(function, "__code__", None)
-            if code is not None:
-                known = {name: function.__globals__.get(name) for name in code.co_names}
-                known |= dict(zip(code.co_freevars, _closed_over(function), strict=True))
-                for name, value in known.items():
-                    if type(value) in PLAIN:
-                        found[f"`{name}` outside of `{function.__name__}`"] = value
+            for name, value in _named_by(function).items():
+                if type(value) in PLAIN:
+                    found[f"`{name}` outside of `{function.__name__}`"] = value
         return found
 
     def saved(self) -> Callable[[], None]:
@@ -105,17 +102,18 @@ class Modules:
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
-    for value in (function, getattr(function, "__self__", None), *_closed_over(function)):
+    for value in (function, getattr(function, "__self__", None), *_named_by(function).values()):
         if isinstance(value, nn.Module):
             yield value
 
 
-def _closed_over(function: Any) -> list[Any]:
-    """Return the variables that a function closes over, None for one that has no value yet."""
-    values = []
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:
-            values.append(None)
-    return values
+def _named_by(function: Any) -> dict[str, Any]:
+    """Return the globals and the closed-over variables that a function names, if they have values."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    found = {name: function.__globals__.get(name) for name in code.co_names}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it has none yet
+            found[name] = cell.cell_contents
+    return found
