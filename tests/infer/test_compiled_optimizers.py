@@ -1,5 +1,7 @@
 """Optimizers of compiled steps."""
 
+from functools import partial
+
 import pyro
 import pytest
 import torch
@@ -7,6 +9,10 @@ from pyro.infer import SVI
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import pyro_structvi as ps
+from pyro_structvi.infer.steps.compiled import CompiledStep
+from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.step import Loss
 from tests.infer.compiled_steps import STEPS, adam, assert_same, make_k_tied, steps_of, train
 from tests.models import make_linear_regressor, regression_data
 
@@ -54,6 +60,39 @@ def test_a_torch_optimizer_trains_what_it_was_made_of():
     for name, value in guide.state_dict().items():
         assert torch.equal(value, before[name]) == (not name.endswith("loc"))
     assert all(parameter.grad is None for parameter in guide.parameters())
+
+
+@pytest.mark.parametrize("step_of", [EagerStep, partial(CompiledStep, backend=None)])
+def test_a_group_that_is_added_begins_without_gradients_of_earlier_steps(step_of):
+    def parameters_after(steps):
+        pyro.set_rng_seed(0)
+        model, guide = make_k_tied()
+        guide.initialize(*regression_data())
+        first, *others = guide.parameters()
+        optimizer = torch.optim.SGD([first], lr=1e-300)
+        step = step_of(Loss(model, guide, ps.StructuredELBO()), OneOptimizer(optimizer))
+        pyro.set_rng_seed(1)
+        data = regression_data()
+        for _ in range(steps):
+            step(*data)
+        optimizer.add_param_group({"params": others, "lr": 0.01})
+        pyro.set_rng_seed(2)
+        step(*data)
+        return others
+
+    torch.testing.assert_close(parameters_after(2), parameters_after(0), rtol=1e-10, atol=0)
+
+
+def test_a_guide_that_is_frozen_between_steps_is_not_trained():
+    model, guide = make_k_tied()
+    data, optimizer = regression_data(), torch.optim.Adam(guide.parameters(), lr=0.01)
+    svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=None)
+    for number in range(STEPS):
+        guide.requires_grad_(number < 3)
+        if number == 3:
+            before = {name: value.clone() for name, value in guide.state_dict().items()}
+        svi.step(*data)
+    torch.testing.assert_close(dict(guide.state_dict()), before, rtol=0, atol=0)
 
 
 def test_optimizers_that_cannot_be_one_are_refused():

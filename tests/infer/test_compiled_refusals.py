@@ -1,5 +1,7 @@
 """What cannot be compiled is refused, with the line, and nothing is changed."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
@@ -119,11 +121,20 @@ def test_other_objectives_are_refused():
         train(make_k_tied, data, compiled=True, loss=Trace_ELBO)
 
 
+@dataclass(frozen=True)
+class Options:
+    """A hashable value by its class, and not by its contents."""
+
+    values: list[int]
+
+
 def test_arguments_must_be_tensors_or_hashable():
     model, guide = make_k_tied()
     svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
     with pytest.raises(TypeError, match="tensors or hashable, but got a ndarray"):
         svi.step(torch.randn(3, 3).numpy(), torch.randn(3, 1))
+    with pytest.raises(TypeError, match=r"tensors or hashable, but got a.*Options"):
+        svi.step(*regression_data(), Options([1]))
 
 
 def test_there_must_be_something_to_train():

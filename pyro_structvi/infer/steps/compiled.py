@@ -118,7 +118,8 @@ class CompiledStep(EagerStep):
             return self.take_eagerly(call.args, call.kwargs)
         with poutine.trace(param_only=True) as capture:
             numbers = self.take_eagerly(call.args, call.kwargs)
-        self.loss.zero_grad()  # also of parameters that the optimizer does not train
+        if not any(parameter.requires_grad for parameter in self.optimizer.parameters):
+            return numbers  # all are frozen
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
         stored = map(stored_parameter, self._stored)
         self._alive += [*self._modules.parts(), self.optimizer.groups, *stored]
@@ -181,7 +182,6 @@ class CompiledStep(EagerStep):
         start = time.perf_counter()
         read = self.take_eagerly(call.args, call.kwargs)
         step.eager_seconds = min(step.eager_seconds, time.perf_counter() - start)
-        self.loss.zero_grad()  # also of parameters that the optimizer does not train
         step.to_compare -= 1
         own, eps = self._numbers, torch.finfo(self._numbers.dtype).eps
         change = (own - numbers)[:3].abs().max() / own[:3].abs().max().clamp(min=eps)

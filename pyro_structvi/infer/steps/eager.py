@@ -73,6 +73,7 @@ class EagerStep:
         except BaseException:
             restore()
             raise
+        self.loss.zero_grad()  # also of parameters that the optimizer does not train
         return read
 
     def _refuse_other_parameters(self) -> None:

@@ -43,7 +43,11 @@ class Call:
 def _kind_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
-    by_value = isinstance(leaf, Hashable) and type(leaf).__hash__ is not object.__hash__
+    by_value = type(leaf).__hash__ is not object.__hash__
+    try:
+        hash(leaf)  # also of its parts
+    except TypeError:
+        by_value = False
     if not (by_value or leaf is None or callable(leaf)):
         raise TypeError(
             f"The arguments of a compiled step must be tensors or hashable, but got {brief(leaf)}. "
