@@ -83,6 +83,34 @@ def test_a_group_that_is_added_begins_without_gradients_of_earlier_steps(step_of
     torch.testing.assert_close(parameters_after(2), parameters_after(0), rtol=1e-10, atol=0)
 
 
+def clear(state):
+    state.clear()
+
+
+def begin_anew(state):
+    for own in state.values():
+        own["exp_avg"] = torch.zeros_like(own["exp_avg"])
+
+
+@pytest.mark.parametrize("change", [clear, begin_anew])
+def test_a_state_of_the_optimizer_that_is_replaced_is_seen(change):
+    def losses_of(step_of):
+        pyro.set_rng_seed(0)
+        model, guide = make_k_tied()
+        data = regression_data()
+        guide.initialize(*data)
+        optimizer = torch.optim.Adam(guide.parameters(), lr=0.1, fused=True)
+        step = step_of(Loss(model, guide, ps.StructuredELBO()), OneOptimizer(optimizer))
+        losses = []
+        for number in range(9):
+            if number == 6:
+                change(optimizer.state)
+            losses.append(step(*data).loss)
+        return losses
+
+    assert losses_of(partial(CompiledStep, backend=None)) == losses_of(EagerStep)
+
+
 def test_a_guide_that_is_frozen_between_steps_is_not_trained():
     model, guide = make_k_tied()
     data, optimizer = regression_data(), torch.optim.Adam(guide.parameters(), lr=0.01)

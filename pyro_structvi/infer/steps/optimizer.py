@@ -85,6 +85,8 @@ class OneOptimizer:
         """
         values = [value for group in self.options for value in group.values()]
         constants = [tuple(value) if isinstance(value, list) else value for value in values]
+        if self.torch is not None and self.can_be_recorded:  # by a record, which keeps them alive
+            constants += [id(each) for own in self.torch.state.values() for each in own.values()]
         return [self.can_be_recorded, id(self.groups), *constants]
 
     # ---- learning rates --------------------------------------------------------------------------
