@@ -319,6 +319,11 @@ def can_skip_updates(optimizer: torch.optim.Optimizer) -> bool:
     return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def has_gradient_hook(parameter: nn.Parameter) -> bool:
+    """Whether a function of others runs on the gradient that a backward pass leaves in a parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether functions of others run around an optimizer's steps, which a replay would leave out."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

@@ -121,6 +121,23 @@ def test_other_objectives_are_refused():
         train(make_k_tied, data, compiled=True, loss=Trace_ELBO)
 
 
+def forget(parameter):
+    parameter.grad.zero_()
+
+
+def test_hooks_of_gradients_are_not_left_out():
+    model, guide = make_k_tied()
+    guide.initialize(*regression_data())
+    next(guide.parameters()).register_post_accumulate_grad_hook(forget)
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
+    for _ in range(2):
+        svi.step(*regression_data())
+    with pytest.raises(
+        RuntimeError, match=r"hook for its `\.grad`, which a replay would leave out"
+    ):
+        svi.step(*regression_data())
+
+
 @dataclass(frozen=True)
 class Options:
     """A hashable value by its class, and not by its contents."""

@@ -8,6 +8,7 @@ import pyro
 import torch
 from torch import Tensor
 
+from pyro_structvi._torch import has_gradient_hook
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.recording import Outputs, Record, explained
 from pyro_structvi.infer.steps.step import Call, Loss, numbers_of
@@ -155,6 +156,10 @@ class ReplayedStep:
             raise RuntimeError(
                 f"The parameters are on {self._device}, but an argument is on {elsewhere[0].device}. "
                 "Move it there before the step."
+            )
+        if any(map(has_gradient_hook, self._parameters)):
+            raise RuntimeError(
+                "a parameter has a hook for its `.grad`, which a replay would leave out"
             )
         record = Record(lambda *given: self._differentiate(call, given), inputs)
         outputs, record.outputs = record.outputs, ()

@@ -43,9 +43,9 @@ class Call:
 def _kind_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
-    by_value = type(leaf).__hash__ is not object.__hash__
     try:
         hash(leaf)  # also of its parts
+        by_value = isinstance(leaf, Hashable) and type(leaf).__hash__ is not object.__hash__
     except TypeError:
         by_value = False
     if not (by_value or leaf is None or callable(leaf)):
