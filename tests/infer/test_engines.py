@@ -298,6 +298,38 @@ def test_replays_of_a_fit_ask_for_no_state_where_no_other_code_runs(monkeypatch,
     assert 0 < len(asked) < 8
 
 
+class Averaging(nn.Linear):
+    """Subtracts a running mean that is no buffer."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.average = [torch.zeros(2)]
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.average[0][1].mul_(0.9).add_(0.1 * out.detach().mean())
+        return out - self.average[0][1]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_tensors_that_are_no_buffers_are_changed_once_in_a_step(is_refused, traced_fit):
+    class Layer(Averaging):
+        def forward(self, x):
+            out = super().forward(x)
+            return out * (1 if is_refused and out.sum() > 0 else 2)
+
+    results = []
+    for compiled in (False, "traced"):
+        pyro.set_rng_seed(0)
+        layer = ps.bayesianize(Layer(3, 1), prior=1.0)
+        model, data = ps.Regressor(layer, 12, noise_scale=0.3), regression_data()
+        guide = ps.MeanFieldGuide(model)
+        history = ps.fit(model, guide, data, num_steps=8, compiled=compiled, progress=False)
+        results.append((history.elbo, layer.average[0]))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert ways(history) == ["eager"] * is_refused
+
+
 def buffer_without_writes(kind):
     """Return zeros in one place, or of inference mode: no operation may write into them."""
     if kind == "expanded":

@@ -169,15 +169,16 @@ class CompiledStep(EagerStep):
 
     def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
         """Record or replay a step, undo it, take it by Python, and compare the two."""
-        undo = [saved((), step.generators), self._modules.saved()]
+        undo = [saved(step.buffers, step.generators), self._modules.saved()]
         undo += [self.optimizer.saved()] if step.updates else []
         try:
             with explained():
                 numbers = step(call).clone()
             drawn = [each.get_state() for each in step.generators]
         finally:
-            for restore in undo:
+            for restore in (*undo, *step.undo):
                 restore()
+            step.undo.clear()
             self.optimizer.forget_gradients()
         start = time.perf_counter()
         read = self.take_eagerly(call.args, call.kwargs)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch
 from pyro_structvi._torch import is_random, tree_leaves, written_arguments
+from pyro_structvi.infer.steps.undo import saved
 from pyro_structvi.linalg.matrices import autocast_off
 
 Outputs = tuple[Tensor, ...]
@@ -28,8 +29,11 @@ Outputs = tuple[Tensor, ...]
 class _Recorder(_torch.DispatchMode):
     """Writes the operations of a block into a graph while they run; its inputs change between calls."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], undo: list[Callable[[], None]] | None = None
+    ) -> None:
         super().__init__()
+        self._undo = undo
         self.graph = fx.Graph()
         self.found: dict[fx.Node, Tensor] = {}  # elsewhere than in the block, such as parameters
         self.read: dict[fx.Node, Any] = {}  # values that Python reads
@@ -57,7 +61,10 @@ class _Recorder(_torch.DispatchMode):
         if is_read:
             return self._read(node, func(*args, **kwargs))
         written = tree_leaves(written_arguments(func, args, kwargs))
-        self.written |= {_memory_of(each) for each in written if isinstance(each, Tensor)}
+        new = {_memory_of(each) for each in written if isinstance(each, Tensor)} - self.written
+        if new and self._undo is not None:
+            self._undo.append(saved(self.constants_in(new)))
+        self.written |= new
         results = func(*args, **kwargs)
         if isinstance(results, (list, tuple)):
             for number, result in enumerate(results):
@@ -132,6 +139,11 @@ class _Recorder(_torch.DispatchMode):
             raise RuntimeError(f"`{function}` changes a tensor of the host")
         return True
 
+    def constants_in(self, memory: set[StorageWeakRef | None]) -> list[Tensor]:
+        """Return the tensors in memory that are found elsewhere and have no gradients."""
+        found = self.found.items()
+        return [v for node, v in found if not v.requires_grad and self.memory[node] in memory]
+
     def part(self, returned: list[fx.Node], with_writes: bool) -> tuple[fx.Graph, list[Tensor]]:
         """Return the operations that results need, and all that write, with the tensors they find."""
         nodes, needed = [*self.graph.nodes], {*returned}
@@ -195,6 +207,7 @@ class Record:
     Args:
         function: A function from tensors to a tuple of tensors.
         inputs: The tensors of the recorded call, an ordinary call in every respect.
+        undo: A list for functions that restore the tensors without gradients that it writes.
 
     Attributes:
         outputs: The results of that call.
@@ -206,10 +219,15 @@ class Record:
             size depends on values.
     """
 
-    def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Outputs],
+        inputs: Sequence[Tensor],
+        undo: list[Callable[[], None]] | None = None,
+    ) -> None:
         # Aliases, since a tensor in two roles would be one input in both.
         apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
-        recorder = _Recorder(apart)
+        recorder = _Recorder(apart, undo)
         with (
             torch.autograd.set_multithreading_enabled(False),
             _torch.recording(),
@@ -222,8 +240,7 @@ class Record:
         self._run = self._run_operations = _function_of(self.graph)
         reads, self._read_tensors = recorder.part([*recorder.read], with_writes=False)
         self._run_reads, self._read = _function_of(reads), (*recorder.read.values(),)
-        constant = [tensor for tensor in recorder.found.values() if not tensor.requires_grad]
-        self.written = [each for each in constant if _memory_of(each) in recorder.written]
+        self.written = recorder.constants_in(recorder.written)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """Repeat the call with other inputs of the same shapes."""

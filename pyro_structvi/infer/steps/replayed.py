@@ -68,6 +68,7 @@ class ReplayedStep:
         to_compare: How many steps are still to be compared with Python's.
         eager_seconds: The shortest duration of Python's.
         seconds: The durations of replays.
+        undo: Functions that restore the tensors that the recorded step has written.
     """
 
     taken = 1
@@ -91,6 +92,7 @@ class ReplayedStep:
         dtype = torch.float64 if self._device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=self._device) for _ in optimizer.groups]
         self.seconds: list[float] = []
+        self.undo: list[Callable[[], None]] = []
         self._record: Record | None = None
         self._update_record: Record | None = None
         self._graph: CUDAGraph | None = None
@@ -161,7 +163,7 @@ class ReplayedStep:
             raise RuntimeError(
                 "a parameter has a hook for its `.grad`, which a replay would leave out"
             )
-        record = Record(lambda *given: self._differentiate(call, given), inputs)
+        record = Record(lambda *given: self._differentiate(call, given), inputs, self.undo)
         outputs, record.outputs = record.outputs, ()
         if self.updates:
             self._record_update([outputs[0], *self._gradients(outputs)])
