@@ -50,6 +50,18 @@ class Queueing(nn.Linear):
         return out
 
 
+class Counting(nn.Linear):
+    """Counts its calls in a dictionary."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.numbers = {"calls": 0}
+
+    def forward(self, x):
+        self.numbers["calls"] += 1
+        return super().forward(x) * (1 + 1e-12 * self.numbers["calls"])
+
+
 class Recording(nn.Linear):
     """Keeps for evaluation what it gave last."""
 
@@ -97,6 +109,7 @@ def elbos_of(layer, compiled):
         (Remembering, "auto", "a step changes `memory` of module .*Remembering, which a replay"),
         (Queueing, "auto", "a step changes `memory` of module .*Queueing, which a replay"),
         (Recording, "auto", "a step changes `last` of module .*Recording, which a replay"),
+        (Counting, "auto", "a step changes `numbers` of module .*Counting, which a replay"),
         (Noisier, "auto", "traced, it draws other random numbers than by Python"),
         (LargerByMuch, "auto", r"traced, its numbers differ .*, the loss by \de-0\d of it"),
         (LargerByRounding, "traced", r"traced, its numbers differ .*, the loss by \de-1\d of it"),
@@ -131,7 +144,7 @@ def test_a_compiled_step_is_refused_after_the_step_that_shows_it():
     assert svi.loss.step == 3
 
 
-class Counting(nn.Linear):
+class CountingCalls(nn.Linear):
     calls = 0
 
     def forward(self, x):
@@ -141,7 +154,7 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_what_a_step_changes_is_looked_at_after_a_step_that_fails(number):
-    model = ps.Regressor(ps.bayesianize(Counting(3, 1), prior=1.0), 12, noise_scale=0.3)
+    model = ps.Regressor(ps.bayesianize(CountingCalls(3, 1), prior=1.0), 12, noise_scale=0.3)
     guide, (x, y) = ps.MeanFieldGuide(model), regression_data()
     svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None, fallback=True)
 

@@ -73,10 +73,10 @@ class Modules:
             known, where = _OF_TORCH | made_by_hooks(module), f"of module {number}"
             own = {name: value for name, value in vars(module).items() if name not in known}
             for name, value in (own | dict(module.named_buffers(recurse=False))).items():
-                leaves = take_apart(value)[0] if is_others else ()
+                leaves = take_apart(value)[0] if is_others or type(value) in PLAIN else ()
                 tensors = frozenset(leaf for leaf in leaves if isinstance(leaf, Tensor))
-                if type(value) in PLAIN or tensors:
-                    values[f"`{name}` {where}, a {type(module).__name__}"] = tensors or value
+                plain = tuple(leaf for leaf in leaves if type(leaf) in PLAIN)
+                values[f"`{name}` {where}, a {type(module).__name__}"] = tensors, plain
         return values
 
     def _known_to_functions(self) -> dict[str, Hashable]:
