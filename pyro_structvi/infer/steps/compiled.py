@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any
 
 import pyro.poutine as poutine
@@ -135,11 +136,11 @@ class CompiledStep(EagerStep):
         if step.to_compare:
             return self._take_compared(step, call)
         restore, redraw = saved(step.buffers), saved((), step.generators)
+        read = [math.nan] * 4
         try:
-            read: list[float] = step(call).tolist()
-            is_finite = math.isfinite(
-                sum(read[1:])
-            )  # otherwise parameters are those before the step
+            with suppress(IndexError, RuntimeError):  # of a kernel, which knows no input's name
+                read = step(call).tolist()
+            is_finite = math.isfinite(sum(read[1:]))  # else parameters are those before the step
             if is_finite and not step.updates:
                 self._last_state = None
                 self.optimizer.step()
@@ -169,8 +170,7 @@ class CompiledStep(EagerStep):
 
     def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
         """Record or replay a step, undo it, take it by Python, and compare the two."""
-        undo = [saved(step.buffers, step.generators), self._modules.saved()]
-        undo += [self.optimizer.saved()] if step.updates else []
+        undo = [saved(step.buffers, step.generators), self._modules.saved(), self.optimizer.saved()]
         try:
             with explained():
                 numbers = step(call).clone()
