@@ -39,7 +39,7 @@ def make_case(make_net, dtype, make_guide=ps.MeanFieldGuide):
 @EVERY_NET
 def test_steps_are_the_eager_ones(make_net, dtype):
     rtol = 1e-10 if dtype == torch.float64 else 1e-6
-    assert_same(*make_case(make_net, dtype), rtol=rtol, steps=4)
+    assert_same(*make_case(make_net, dtype), rtol=rtol, steps=5)
 
 
 def test_a_layer_is_compiled_on_request_only_with_an_error():
