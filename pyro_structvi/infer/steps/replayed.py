@@ -171,9 +171,8 @@ class ReplayedStep:
             record.compile("inductor", inputs)
         elif self._backend not in (None, "auto"):
             record.compile(self._backend, inputs)
-        self._record = (
-            record  # at last: one that an interrupt leaves without an update trains nothing
-        )
+        # At last: a record that an interrupt leaves without an update trains nothing.
+        self._record = record
         return outputs
 
     def _differentiate(self, call: Call, tensors: Sequence[Tensor]) -> Outputs:
