@@ -116,3 +116,21 @@ def test_an_interrupted_step_leaves_no_gradients():
     hook.remove()
     torch.testing.assert_close(states(guide.model, guide), before, rtol=0, atol=0)
     assert all(each.grad is None for each in (*guide.parameters(), *guide.model.parameters()))
+
+
+def test_a_replay_that_fails_where_python_does_not_is_named(monkeypatch):
+    other, _, whole, data = compiled()
+    expected = [whole.step(*data) for _ in range(6)]
+    guide, _, svi, data = compiled()
+    losses = [svi.step(*data) for _ in range(5)]
+    with monkeypatch.context() as patched:
+        patched.setattr(ReplayedStep, "__call__", refuse)
+        losses.append(svi.step(*data))
+    assert losses == expected
+    torch.testing.assert_close(states(guide), states(other), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="cannot be compiled: its replay raises: a kernel"):
+        svi.step(*data)
+
+
+def refuse(*args):
+    raise RuntimeError("a kernel")

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Hashable
-from contextlib import suppress
 from typing import Any
 
 import pyro.poutine as poutine
@@ -136,10 +135,12 @@ class CompiledStep(EagerStep):
         if step.to_compare:
             return self._take_compared(step, call)
         restore, redraw = saved(step.buffers), saved((), step.generators)
-        read = [math.nan] * 4
+        read, failure = [math.nan] * 4, ""
         try:
-            with suppress(IndexError, RuntimeError):  # of a kernel, which knows no input's name
+            try:
                 read = step(call).tolist()
+            except (IndexError, RuntimeError) as error:  # of a kernel, which knows no input's name
+                failure = f"its replay raises: {error}"
             is_finite = math.isfinite(sum(read[1:]))  # else parameters are those before the step
             if is_finite and not step.updates:
                 self._last_state = None
@@ -152,7 +153,10 @@ class CompiledStep(EagerStep):
         restore()
         redraw()
         self.optimizer.forget_gradients()
-        return self.take_eagerly(call.args, call.kwargs)  # which names the inputs or terms
+        numbers = self.take_eagerly(call.args, call.kwargs)  # which names the inputs or terms
+        if failure:  # where Python does not fail
+            self._refuse(step, call, failure)
+        return numbers
 
     def _take_watched(self, step: ReplayedStep, call: Call) -> list[float]:
         """Take a step eagerly, and refuse its kind if it changes values that a replay would not."""
