@@ -191,10 +191,14 @@ def average(passes: list[ELBOTerms]) -> ELBOTerms:
         return passes[0]
 
     def mean(*parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
+        # A pass may lack a site, such as a member of a mixture without joined biases.
+        names = dict.fromkeys(name for part in parts for name in part)
+        each = {name: [part[name] for part in parts if name in part] for name in names}
+        return {name: torch.stack(own).sum(0) / len(parts) for name, own in each.items()}
 
     likelihood = mean(*(each.log_likelihood for each in passes))
-    return ELBOTerms(likelihood, mean(*(each.kl for each in passes)), passes[0].sampled)
+    sampled = dict.fromkeys(name for each in passes for name in each.sampled)
+    return ELBOTerms(likelihood, mean(*(each.kl for each in passes)), tuple(sampled))
 
 
 def expected_terms(

@@ -195,7 +195,8 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
         is_whole = len(base_of(prior).event_shape) > 0
         return (_whole_distribution if is_whole else _element_distribution)(prior, name, parameter)
     if isinstance(prior, Tensor):
-        scale = prior.detach().to(parameter)
+        check_constant(label, prior)
+        scale = prior.to(parameter)
         check_broadcastable(label, scale, parameter.shape, f"the shape of '{name}'")
         check_positive(label, scale)
         return dist.Normal(torch.zeros_like(scale), scale)
@@ -208,6 +209,16 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
         )
     scale = torch.full((), check_positive_number(label, prior), dtype=parameter.dtype)
     return resolve_prior(scale, name, parameter)
+
+
+def check_constant(label: str, value: Tensor) -> None:
+    """Raise a ``ValueError`` for a tensor with a gradient, which a buffer does not pass on."""
+    if value.requires_grad:
+        raise ValueError(
+            f"`{label}` must be constant, but got a tensor that requires a gradient, which would not be "
+            "trained. Pass `tensor.detach()`; or give a scale a prior, to learn it: "
+            "`HierarchicalScale(dist.HalfNormal(1.0))` for weights, `dist.HalfNormal(1.0)` for noise."
+        )
 
 
 def _check_fan_in(
@@ -227,9 +238,7 @@ def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
     try:
         is_pyros = isinstance(prior, TorchDistributionMixin)
         kind = type(prior) if is_pyros else getattr(dist, type(prior).__name__)
-        arguments = {
-            key: getattr(prior, key).detach().to(parameter) for key in argument_names(prior)
-        }
+        arguments = {key: getattr(prior, key).to(parameter) for key in argument_names(prior)}
         rebuilt = kind(**arguments)
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
@@ -237,6 +246,7 @@ def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
             f"as Normal, Laplace or StudentT, but got {prior!r}."
         ) from error
     for key, value in arguments.items():
+        check_constant(f"prior for {name}: {key}", value)
         element = value[(..., *(0 for _ in range(prior.arg_constraints[key].event_dim)))]
         check_broadcastable(
             f"prior for {name}: {key}", element, parameter.shape, f"that of '{name}'"

@@ -21,7 +21,7 @@ from pyro_structvi._checks import (
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.likelihood import Likelihood, Output, Terms
-from pyro_structvi.nn.priors import resolve_prior, sample_from
+from pyro_structvi.nn.priors import check_constant, resolve_prior, sample_from
 
 NoiseScale = float | Tensor | torch.distributions.Distribution
 
@@ -121,6 +121,8 @@ class Regressor(Likelihood):
             prior = resolve_prior(noise_scale, name, like)
             sample_from(self, "noise_scale", prior, like.shape)
         else:
+            if isinstance(noise_scale, Tensor):
+                check_constant(name, noise_scale)
             scale = torch.as_tensor(noise_scale, dtype=example.dtype, device=example.device)
             check_positive(name, scale)
             self.register_buffer("noise_scale", scale)

@@ -13,7 +13,7 @@ from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.full_covariance import FullCovariance
 from pyro_structvi.structures.k_tied import KTied
-from pyro_structvi.structures.mean_field import MeanField
+from pyro_structvi.structures.mean_field import MeanField, PrunedNormal
 from pyro_structvi.weights.weight_distribution import GaussianWeight, noise_columns
 
 
@@ -57,8 +57,9 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
 def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> StructuredGuide:
     """Return a copy of a fitted guide with full covariances and the same Gaussian distributions.
 
-    A full covariance that starts at independent elements needs many more steps. ``max_memory`` is that
-    of :class:`~pyro_structvi.families.FullCovariance`, in GiB.
+    A full covariance that starts at independent elements needs many more steps. Inducing weights, and
+    sites with pruned elements, whose covariances are singular, keep their posteriors. ``max_memory`` is
+    that of :class:`~pyro_structvi.families.FullCovariance`, in GiB.
 
     Raises:
         ValueError: If no site has a Gaussian posterior with another family.
@@ -76,7 +77,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
         site, q = posterior.site, posterior()
         family = FullCovariance(max_memory, join_bias=site.bias is not None)
         is_full = isinstance(posterior.family, FullCovariance)
-        if is_full or not isinstance(q, GaussianWeight) or not family.fits(site):
+        if is_full or not _has_dense_noise(q) or not family.fits(site):
             return None
         start = family.init(site, q.mean, 1.0)  # checks the memory
         # W = mean + A e and A' = Q R give A A' = R' R, without rounding squares.
@@ -87,6 +88,13 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
         return SitePosterior(family, site, start)
 
     return _replace(guide, widen, "a Gaussian posterior without a full covariance at some site")
+
+
+def _has_dense_noise(q: object) -> bool:
+    """Whether a distribution is ``mean + A e`` with a regular covariance."""
+    if isinstance(q, PrunedNormal) or not isinstance(q, GaussianWeight):
+        return False
+    return type(q).scale_noise is not GaussianWeight.scale_noise
 
 
 def _replace(

@@ -236,7 +236,8 @@ def _scale_of(prior: Any) -> float | None:
         return None
     if scales.is_meta:
         return None
-    scale = float(scales.detach().square().mean().sqrt() if scales.numel() > 1 else scales)
+    scales = scales.detach()
+    scale = float(scales.square().mean().sqrt() if scales.numel() > 1 else scales)
     return scale if 0 < scale < math.inf else None
 
 

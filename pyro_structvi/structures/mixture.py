@@ -13,7 +13,7 @@ from pyro_structvi._checks import Count, Program, brief, checked
 from pyro_structvi._torch import inside_jit_trace
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
-from pyro_structvi.sites.family import Family, GuideOptions
+from pyro_structvi.sites.family import Family, GuideOptions, as_tensor
 from pyro_structvi.sites.finding import separate_randomness, starting_at
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.site_posterior import (
@@ -42,6 +42,7 @@ class MixtureGuide(StructuredGuide):
     :func:`~pyro_structvi.fit`, a step trains all of them, and the loss is the mean of their losses.
     Other objectives train one random member in a step. The weights stay equal until
     :func:`~pyro_structvi.weigh_by_bound` or :func:`~pyro_structvi.weigh_by_stacking` sets them.
+    Members of different families or options need ``vectorize=False``.
 
     Members start in different places: at the medians of ``starts`` if there are any; otherwise the
     initial means of the model are those of member 0, and every other member has them in random order
@@ -65,7 +66,8 @@ class MixtureGuide(StructuredGuide):
 
     Raises:
         TypeError: If ``make_guide`` does not return a guide of this package.
-        ValueError: If ``starts`` has another number of members.
+        ValueError: If ``starts`` has another number of members; in training, if members of different
+            families or options are to run in one pass.
         RuntimeError: In training, if the net cannot be vectorized.
 
     Example:
@@ -249,6 +251,14 @@ def _start_of_member(
     return moved
 
 
+def _are_of_one_kind(one: SitePosterior, other: SitePosterior) -> bool:
+    ours, theirs = one.family, other.family
+    is_same = ours == theirs or torch.equal(
+        as_tensor(ours), as_tensor(theirs)
+    )  # a family may lack ==
+    return is_same and one.site.names == other.site.names
+
+
 T = TypeVar("T")
 Reader = Callable[[StructuredGuide, JointPosterior], T]
 
@@ -266,7 +276,17 @@ class JointMixture:
         """Do nothing: no factors are shared between members."""
 
     def stacked(self, count: int) -> dict[str, Tensor]:
-        """Return the parameters and buffers of members, ``(count, *shape)``, to map over by vmap."""
+        """Return the parameters and buffers of members, ``(count, *shape)``, to map over by vmap.
+
+        Raises:
+            ValueError: If the members have different families or options.
+        """
+        if not self._has_one_kind:
+            raise ValueError(
+                "Members of a mixture must have equal families and options to run in one pass, but "
+                "these differ. Pass `vectorize=False` to the guide, and no `vectorize_particles=True` "
+                "to the objective."
+            )
         return self._states([number % self._guide.num_members for number in range(count)])
 
     def at_member(self, number: int | Mapping[str, Tensor] | None, read: Reader[T]) -> T:
@@ -309,12 +329,14 @@ class JointMixture:
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
         of_draws = _members_of_draws(self._guide.weights, max(numbers) + 1)
         members = [of_draws[number] for number in numbers]
-        states = self._states(members)
-        if len(members) > 1 and not self._draws_in_turn and are_plain(states.values()):
-            draws = in_one_pass(partial(self._draw_member, local), states)
-            if draws is not None:
-                return draws
-            self._draws_in_turn = True
+        self._draws_in_turn |= not self._has_one_kind
+        if len(members) > 1 and not self._draws_in_turn:
+            states = self._states(members)
+            if are_plain(states.values()):
+                draws = in_one_pass(partial(self._draw_member, local), states)
+                if draws is not None:
+                    return draws
+                self._draws_in_turn = True
         return stack_draws([self._draw_member(local, number) for number in members])
 
     def median(self) -> dict[str, Tensor]:
@@ -335,6 +357,15 @@ class JointMixture:
         raise NotImplementedError(
             "A mixture has no quantiles in closed form. Take those of draws, `guide.draw()`, or of one "
             "member, `guide.members[0].quantiles(...)`."
+        )
+
+    @property
+    def _has_one_kind(self) -> bool:
+        """Whether the first member, with the parameters of another one, is that member."""
+        first, *others = ([*each.all_posteriors()] for each in self._guide.members)
+        ways = {each.local_reparam for each in self._guide.members}
+        return len(ways) == 1 and all(
+            len(own) == len(first) and all(map(_are_of_one_kind, first, own)) for own in others
         )
 
     def _states(self, numbers: Sequence[int]) -> dict[str, Tensor]:

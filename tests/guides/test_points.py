@@ -12,6 +12,7 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.families import MeanField, Subnetwork
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -334,3 +335,51 @@ def test_what_is_refused():
     assert not guide.is_of_points  # without sites yet
     ps.weigh_by_bound(linear_function, guide, torch.randn(12, 3), torch.randn(12, 2))
     assert not guide.is_of_points
+
+
+def other_kinds(*makers):
+    """A function from a model to guides of one kind after another."""
+    following = iter(makers)
+    return lambda model: next(following)(model)
+
+
+UNLIKE = {
+    "bounds of scales": [
+        partial(ps.StructuredGuide, families={"*": MeanField(most)}, init_scale=1.0)
+        for most in (0.1, 10.0)
+    ],
+    "rates of dropout": [partial(ps.MCDropoutGuide, rate=rate) for rate in (0.0, 0.5)],
+    "families": [ps.MeanFieldGuide, ps.KTiedGuide],
+    "couplings": [
+        ps.MAPGuide,
+        partial(ps.StructuredGuide, families={"*": Subnetwork(posterior=MeanField())}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_members_of_several_kinds_run_one_after_another(name):
+    model, guide = mixture(other_kinds(*UNLIKE[name]), size=2, vectorize=False)
+    data, elbo = regression_data(), ps.StructuredELBO()
+    torch.manual_seed(1)
+    found = elbo.terms(model, guide, *data).elbo
+    torch.manual_seed(1)
+    near(found, sum(elbo.terms(model, member, *data).elbo for member in guide.members) / 2)
+    draws = guide.joint_posterior().draw_many(range(400))
+    for number, member in enumerate(guide.members):
+        alone = member.joint_posterior().draw_many(range(200))
+        for site, values in draws.items():
+            own = values[number::2].std(0).mean()
+            torch.testing.assert_close(own, alone[site].std(0).mean(), rtol=0.2, atol=1e-9)
+
+
+def test_members_of_several_kinds_do_not_run_in_one_pass():
+    model, guide = mixture(other_kinds(*UNLIKE["bounds of scales"]), size=2)
+    with pytest.raises(ValueError, match="vectorize=False"):
+        ps.StructuredELBO().loss(model, guide, *regression_data())
+    model, guide = mixture(ps.MeanFieldGuide, size=2)
+    ps.pruning.prune_mean_field(guide.members[1], 0.5)
+    zeros = [
+        (draw == 0).any() for draw in guide.joint_posterior().draw_many(range(4))["net.0.weight"]
+    ]
+    assert zeros == [False, True, False, True]

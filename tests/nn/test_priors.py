@@ -295,3 +295,34 @@ def test_what_does_not_fit_is_refused():
     inducing = next(case for case in CASES if case.kl_with_inducing is not None)
     with pytest.raises(TypeError, match="must be a distribution that its own tensors define"):
         with_whole_prior(inducing.make((), SHAPE, torch.float64))
+
+
+def test_a_prior_that_requires_a_gradient_is_refused():
+    """Its tensors would be constant buffers, and stay as they are in training."""
+    scale = nn.Parameter(torch.tensor(0.7))
+    for prior in (scale, dist.Normal(0.0, scale), dist.Laplace(scale, 1.0).expand([3])):
+        with pytest.raises(ValueError, match=r"must be constant.*HierarchicalScale"):
+            make_model(prior)
+    net = ps.bayesianize(nn.Linear(3, 1))
+    for noise in (scale, dist.HalfNormal(scale)):
+        with pytest.raises(ValueError, match="must be constant"):
+            ps.Regressor(net, noise=noise)
+    assert make_model(dist.Normal(0.0, scale.detach())) is not None
+
+
+def test_the_scale_of_a_prior_that_a_model_learns_is_read_without_a_warning():
+    class Own(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.scale = pyro.nn.PyroParam(torch.tensor(0.7), dist.constraints.positive)
+            self.weight = pyro.nn.PyroSample(
+                lambda own: dist.Normal(0.0, own.scale).expand([1, 3]).to_event(2)
+            )
+
+        def forward(self, x, y=None):
+            mean = nn.functional.linear(x, self.weight)
+            with pyro.plate("data", len(x)):
+                pyro.sample("obs", dist.Normal(mean, 0.5).to_event(1), obs=y)
+
+    model = Own()
+    assert ps.MeanFieldGuide(model)["weight"].site.prior_scale == pytest.approx(0.7)

@@ -53,6 +53,19 @@ def test_a_full_covariance_begins_as_the_distribution_it_is_given(name):
         warm_start.full_covariance_from(full)
 
 
+def test_posteriors_without_a_regular_covariance_stay():
+    model, data = make_regressor(), regression_data()
+    guide = ps.MeanFieldGuide(model)
+    ps.pruning.prune_mean_field(guide, 0.5)
+    inducing = ps.InducingWeightGuide(model, inducing_shape=(2, 2))
+    for each in (guide, inducing):
+        each.initialize(*data)
+        with pytest.raises(
+            ValueError, match="`guide` must have a Gaussian posterior without a full"
+        ):
+            warm_start.full_covariance_from(each)
+
+
 def test_a_full_covariance_of_nearly_dependent_elements_keeps_them_in_float32():
     """Standard deviations of 10 and of 0.001 in one row: squared, the smaller is below the rounding."""
     model = make_regressor().float()
