@@ -128,7 +128,12 @@ class LatentSite:
 
 
 def bijection_onto(support: Any) -> Any:
-    """Return the bijection onto a support; ``exp`` for positive numbers, as in a log-normal."""
+    """Return the bijection onto a support, of single elements where these are independent.
+
+    It is ``exp`` for positive numbers, as in a log-normal.
+    """
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
     positive = isinstance(support, type(constraints.positive)) and support.lower_bound == 0
     return ExpTransform() if positive else biject_to(support)
 

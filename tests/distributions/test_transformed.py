@@ -5,6 +5,7 @@ import math
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import nn
 from torch.distributions import (
     ComposeTransform,
     ExpTransform,
@@ -13,6 +14,7 @@ from torch.distributions import (
     kl_divergence,
 )
 
+import pyro_structvi as ps
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.structures.mean_field import TransformedNormal
 
@@ -103,3 +105,16 @@ def test_gradients_are_those_of_the_closed_form():
 def test_elements_that_depend_on_each_other_have_no_kl(q, p):
     with pytest.raises(NotImplementedError):
         kl_divergence(q, p)
+
+
+def test_the_kl_of_a_vector_of_scales_is_the_sum_of_those_of_its_elements():
+    def divergence(prior):
+        model = ps.Regressor(ps.bayesianize(nn.Linear(3, prior.shape().numel())), 6, noise=prior)
+        guide, y = ps.MeanFieldGuide(model, init_scale=0.3), torch.zeros(6, prior.shape().numel())
+        return ps.StructuredELBO().terms(model, guide, torch.randn(6, 3), y).kl["noise_scale"]
+
+    each = [divergence(dist.HalfNormal(torch.tensor([scale]))) for scale in (0.5, 1.0)]
+    single = divergence(dist.HalfNormal(1.0))
+    together = divergence(dist.HalfNormal(torch.tensor([0.5, 1.0])))
+    torch.testing.assert_close(together, sum(each), rtol=1e-10, atol=0)
+    torch.testing.assert_close(each[1], single, rtol=1e-10, atol=0)
