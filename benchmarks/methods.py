@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import pyro_structvi as ps
 from benchmarks.choices import CHOICES
 from pyro_structvi.infer.steps.compiled import CompiledStep
+from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.testing import guides_for, layered_for, points_for
 

@@ -18,9 +18,9 @@ import pyro_structvi as ps
 from benchmarks.nets import NETS, Net
 from benchmarks.tables import markdown
 from pyro_structvi.infer.steps.compiled import CompiledStep
-from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.eager import EagerStep, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Call, Loss
+from pyro_structvi.infer.steps.replayed import Call
 from pyro_structvi.testing import guides_for
 
 COLUMNS = ["operations", "ordinary", "tracing, s", "traced"]

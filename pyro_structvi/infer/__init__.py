@@ -9,9 +9,9 @@ from pyro_structvi.infer.elbo import (
     SampledKLWarning,
     StructuredELBO,
 )
+from pyro_structvi.infer.history import History
 from pyro_structvi.infer.mixture_weights import weigh_by_bound, weigh_by_stacking
 from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
-from pyro_structvi.infer.steps.step import History
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.terms import ELBOTerms
 from pyro_structvi.infer.training import fit

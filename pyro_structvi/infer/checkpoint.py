@@ -16,8 +16,9 @@ import torch
 
 from pyro_structvi._checks import CheckedFields, Count, naming
 from pyro_structvi.infer.batches import Feed, num_examples
+from pyro_structvi.infer.history import History
+from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import History, Loss
 from pyro_structvi.infer.validation import Measurements, load_parts, parts_state, plain
 from pyro_structvi.posterior.files import write_atomically
 

@@ -8,8 +8,8 @@ from pyro.optim import PyroOptim
 from pyro_structvi._checks import Program, checked
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.compiled import CompiledStep
+from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Loss
 
 
 class CompiledSVI:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from pyro_structvi._checks import brief, warn_user
 from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import declared_samples
-from pyro_structvi.infer.steps.step import History
+from pyro_structvi.infer.history import History
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.sites.finding import separate_randomness, trial_run
 from pyro_structvi.sites.structured import StructuredGuide

@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_structvi._pyro import module_parameter, parameter_names
 from pyro_structvi.infer.elbo import StructuredELBO
-from pyro_structvi.infer.steps.step import Loss
+from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
 from pyro_structvi.sites.site_posterior import module_key
 from pyro_structvi.sites.structured import StructuredGuide

@@ -34,9 +34,10 @@ from pyro_structvi.infer.data_warnings import (
     warn_of_ignored_data,
 )
 from pyro_structvi.infer.elbo import CosineDecay, LinearAnnealing, Schedule, StructuredELBO
-from pyro_structvi.infer.steps.engines import Compiled, engine_of_fit, may_change_modules
+from pyro_structvi.infer.history import History
+from pyro_structvi.infer.steps.compiled import Compiled, step_of_fit
+from pyro_structvi.infer.steps.eager import Loss, StepTerms
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import History, Loss, StepTerms
 from pyro_structvi.infer.stored_parameters import add_stored_parameters
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.validation import Measurements, Validation
@@ -161,9 +162,9 @@ def fit(
         }
         file.load(run)
         watches = measured is not None or not isinstance(loader, TensorBatches)
-        watches = watches or any(map(may_change_modules, (lr, loss.elbo.kl_weight)))
-        engine = engine_of_fit(compiled, total - run.done, checkpoint is not None, watches)
-        step = engine(loss, run.optimizer)
+        watches = watches or any(map(_may_change_modules, (lr, loss.elbo.kl_weight)))
+        to_come = total - run.done
+        step = step_of_fit(loss, run.optimizer, compiled, to_come, checkpoint is not None, watches)
         step.notes = run.history.compilation
         with tqdm(desc="fit", total=total, initial=run.done, disable=not progress) as bar:
             _train(step, run, file, bar)
@@ -296,6 +297,11 @@ def _is_frozen(module: nn.Module) -> bool:
     has_tensors = any(True for part in parts for _ in own_tensors(part))
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     return has_tensors and not is_trained and not any(map(declared_samples, parts))
+
+
+def _may_change_modules(value: Any) -> bool:
+    """Whether a value is a user's function, which may change model and guide when it is called."""
+    return callable(value) and not type(value).__module__.startswith("pyro_structvi.")
 
 
 def _count_steps(num_steps: int | None, num_epochs: int | None, num_batches: int) -> int:

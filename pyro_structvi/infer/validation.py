@@ -25,7 +25,8 @@ from pyro_structvi._checks import (
 from pyro_structvi._nested import map_nested
 from pyro_structvi._torch import tree_map
 from pyro_structvi.infer.elbo import LinearAnnealing
-from pyro_structvi.infer.steps.step import History, Loss
+from pyro_structvi.infer.history import History
+from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.posterior.prediction import Prediction, predict
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.finding import separate_randomness

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from pyro_structvi._checks import checked
-from pyro_structvi.infer.steps.step import History
+from pyro_structvi.infer.history import History
 from pyro_structvi.plots.figures import (
     BLUE,
     GREY,

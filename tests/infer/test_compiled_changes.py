@@ -10,7 +10,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.infer import CompileFallbackWarning
 from pyro_structvi.infer.steps.compiled import MOST_KINDS
-from pyro_structvi.infer.steps.step import Call
+from pyro_structvi.infer.steps.replayed import Call
 from tests.infer.compiled_steps import (
     adam,
     assert_same,

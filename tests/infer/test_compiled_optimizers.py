@@ -10,9 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import pyro_structvi as ps
 from pyro_structvi.infer.steps.compiled import CompiledStep
-from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.eager import EagerStep, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Loss
 from tests.infer.compiled_steps import STEPS, adam, assert_same, make_k_tied, steps_of, train
 from tests.models import make_linear_regressor, regression_data
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pyro_structvi as ps
-from pyro_structvi.infer.steps import engines
+from pyro_structvi.infer.steps import compiled as steps
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.recording import Record
@@ -22,7 +22,7 @@ class Timed:
     def __init__(self, monkeypatch, eager=0.004, traced=0.001, compiling=12.5, fails=False):
         self.eager, self.traced, self.compiling, self.fails = eager, traced, compiling, fails
         self.now, self.backends = 0.0, []
-        monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(
             EagerStep, "take_eagerly", lambda step, args, kwargs: self.take(self.eager)
         )
@@ -52,8 +52,8 @@ class Timed:
 
 def let_compiling_take(seconds, monkeypatch):
     """Let a record of 10 operations be expected to take this long."""
-    monkeypatch.setattr(engines, "COMPILING_AT_LEAST", seconds / 4)
-    monkeypatch.setattr(engines, "COMPILING_PER_OPERATION", 0.075 * seconds)
+    monkeypatch.setattr(steps, "COMPILING_AT_LEAST", seconds / 4)
+    monkeypatch.setattr(steps, "COMPILING_PER_OPERATION", 0.075 * seconds)
 
 
 def fit_timed(num_steps, **options):
@@ -112,7 +112,7 @@ def test_a_step_that_cannot_be_compiled_stays_traced(monkeypatch):
 
 @pytest.mark.slow
 def test_a_fit_that_compiles_is_that_with_eager_steps(monkeypatch):
-    monkeypatch.setattr(engines, "STEPS_FOR_TRACING", 0)
+    monkeypatch.setattr(steps, "STEPS_FOR_TRACING", 0)
     let_compiling_take(0.0, monkeypatch)
     elbos = []
     for compiled in (False, "auto"):
@@ -126,7 +126,7 @@ def test_a_fit_that_compiles_is_that_with_eager_steps(monkeypatch):
 
 def test_a_compiled_record_with_other_numbers_is_left(monkeypatch):
     """As those of a compiler that draws in another order; the step that is compared is Python's."""
-    monkeypatch.setattr(engines, "STEPS_FOR_TRACING", 0)
+    monkeypatch.setattr(steps, "STEPS_FOR_TRACING", 0)
     let_compiling_take(0.0, monkeypatch)
     monkeypatch.setattr(Record, "compile", compile_wrongly)
     found = []

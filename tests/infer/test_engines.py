@@ -11,8 +11,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.infer.steps import engines
-from pyro_structvi.infer.steps.modules import Modules
+from pyro_structvi.infer.steps import compiled as steps
+from pyro_structvi.infer.steps.state import Modules
 from pyro_structvi.linalg import matrices
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.test_training import make, snapshot, unchanged
@@ -28,8 +28,8 @@ def traced_fit(monkeypatch):
 
 
 def trace_at_once(set_attribute):
-    set_attribute(engines, "STEPS_FOR_TRACING", 0)
-    set_attribute(engines, "TIMED", FOREVER)
+    set_attribute(steps, "STEPS_FOR_TRACING", 0)
+    set_attribute(steps, "TIMED", FOREVER)
 
 
 def ways(history):

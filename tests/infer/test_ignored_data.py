@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from pyro_structvi.infer.data_warnings import warn_of_ignored_data
-from pyro_structvi.infer.steps.step import History
+from pyro_structvi.infer.history import History
 
 MESSAGE = (
     r"The expected log likelihood ends at -140 nats, and was -20 while the weight of the KL rose. "

@@ -1,6 +1,7 @@
 """A traced step that is not the step of Python is not replayed: memories, other noise, roundings."""
 
 import re
+from itertools import count
 from types import SimpleNamespace
 
 import pyro
@@ -11,7 +12,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi._torch import is_recording
 from pyro_structvi.infer import CompileFallbackWarning
-from pyro_structvi.infer.steps import engines
+from pyro_structvi.infer.steps import compiled as steps
 from tests.infer.compiled_steps import adam
 from tests.infer.test_engines import FOREVER, trace_at_once
 from tests.models import regression_data
@@ -125,9 +126,9 @@ def test_a_trace_that_is_not_the_step_of_python_is_not_replayed(
 
 
 def test_a_trace_that_rounds_otherwise_is_replayed_where_that_may_be(traced_fit, monkeypatch):
-    monkeypatch.setattr(engines, "TIMED", 1)
-    monkeypatch.setattr(engines, "COMPILING_AT_LEAST", FOREVER)
-    monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(steps, "TIMED", 1)
+    monkeypatch.setattr(steps, "COMPILING_AT_LEAST", FOREVER)
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=count().__next__))
     history = elbos_of(LargerByRounding, "auto")
     assert re.search("traced in", history.compilation[0])
     assert history.elbo == pytest.approx(elbos_of(LargerByRounding, False).elbo, rel=1e-10)

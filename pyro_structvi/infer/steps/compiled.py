@@ -1,23 +1,31 @@
-"""Training steps that are recorded and replayed."""
+"""Training steps that are recorded and replayed, and when: from the start, or where that pays."""
 
 import math
 import time
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Literal
 
 import pyro.poutine as poutine
 import torch
 
 from pyro_structvi._checks import warn_user
 from pyro_structvi._pyro import stored_parameter
-from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.eager import EagerStep, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.recording import NotCompiledError, explained
-from pyro_structvi.infer.steps.replayed import ReplayedStep
-from pyro_structvi.infer.steps.step import Call, Loss
-from pyro_structvi.infer.steps.undo import saved
+from pyro_structvi.infer.steps.replayed import Call, Phase, ReplayedStep
+from pyro_structvi.infer.steps.state import saved
 
 MOST_KINDS = 32
+STEPS_FOR_TRACING = 100  # to come in a fit; a record costs two to four eager steps
+TIMED = 5  # replays; the shortest counts
+
+# Seconds that inductor takes. Its gain is estimated by that of the record: operations are small where
+# Python was most of an eager step, and fusing them saves most of a traced one (docs/how_to/speed.md).
+COMPILING_AT_LEAST, COMPILING_PER_OPERATION = 5.0, 0.008
+SAVED_PER_TRACING = 0.7  # share of a traced step, per share of an eager one
+
+Compiled = Literal["auto", "traced", True, False]
 
 
 class CompileFallbackWarning(UserWarning):
@@ -38,13 +46,13 @@ class CompiledStep(EagerStep):
         fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
         watches: Whether other code may change model and guide between steps.
         is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.
+        num_steps: The number of steps to come in a fit. It records if these are many, compiles if these
+            save the time that it takes and need not be exact, and writes notes instead of warnings.
 
     Attributes:
         kinds: The steps by arguments and the state of model and guide: one for each set of values that
             Python reads.
     """
-
-    warns = True
 
     def __init__(
         self,
@@ -55,10 +63,12 @@ class CompiledStep(EagerStep):
         fallback: bool = False,
         watches: bool = True,
         is_exact: bool = False,
+        num_steps: float = math.inf,
     ) -> None:
         super().__init__(loss, optimizer)
         self._backend, self._fallback = backend, fallback
         self._watches, self._is_exact = watches, is_exact
+        self._num_steps, self._taken = num_steps, 0
         self._last_state: Hashable = None  # None where Python has run since
         self._stored: list[str] = []  # names of parameters in Pyro's store
         self._alive: list[object] = []  # objects that states identify by ``id``
@@ -73,6 +83,7 @@ class CompiledStep(EagerStep):
             RuntimeError: If the step cannot be compiled; nothing has changed.
             TypeError: If an argument is neither a tensor nor hashable.
         """
+        self._taken += 1
         try:
             call = Call(args, kwargs)
         except TypeError as error:
@@ -87,11 +98,11 @@ class CompiledStep(EagerStep):
                 return self._take_first(call)
             step.taken += 1
             try:
-                return self._take_known(step, call)
+                return self._take_timed(step, call)
             except NotCompiledError as error:
                 cause = error.__cause__
                 self._refuse(step, call, str(error))
-        if call.key in self._refused and not self._fallback:
+        if not self._fallback:
             reason = f"This step cannot be compiled: {self._refused[call.key]}."
             raise RuntimeError(f"{reason} Pass `fallback=True` to go on without.") from cause
         return self.take_eagerly(args, kwargs)
@@ -100,6 +111,8 @@ class CompiledStep(EagerStep):
         """Take a step by Python that is not counted; return its numbers."""
         self._last_state = None
         return super().take_eagerly(args, kwargs)
+
+    # ---- the life of a kind of steps -------------------------------------------------------------
 
     def kind_of(self, call: Call) -> ReplayedStep | None:
         """Return the step for a call, or None if it is the first call of its kind."""
@@ -110,6 +123,8 @@ class CompiledStep(EagerStep):
 
     def _take_first(self, call: Call) -> list[float]:
         """Take the first step of a kind eagerly, and find the parameters."""
+        if self._num_steps - self._taken < STEPS_FOR_TRACING:
+            return self.take_eagerly(call.args, call.kwargs)
         if sum(map(len, self.kinds.values())) == MOST_KINDS:
             self._say(
                 f"There are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and read "
@@ -130,10 +145,51 @@ class CompiledStep(EagerStep):
 
     def _take_known(self, step: ReplayedStep, call: Call) -> list[float]:
         """Take a later step of a kind, or raise a ``NotCompiledError`` before anything has changed."""
-        if step.to_watch:
-            return self._take_watched(step, call)
-        if step.to_compare:
-            return self._take_compared(step, call)
+        if step.phase is Phase.REPLAYED:
+            return self._replay(step, call)
+        take = self._watch if step.phase is Phase.WATCHED else self._compare
+        numbers, reason = take(step, call)
+        del step.to_come[0]
+        if reason:
+            self._refuse(step, call, reason)
+        return numbers
+
+    def _watch(self, step: ReplayedStep, call: Call) -> tuple[list[float], str]:
+        """Take a step eagerly, and look for changed values that a replay would not change."""
+        before = self._modules.memory()
+        numbers, after = self.take_eagerly(call.args, call.kwargs), self._modules.memory()
+        changed = [name for name, value in after.items() if before.get(name) != value]
+        reason = (
+            f"a step changes {', '.join(changed[:3])}, which a replay would not; keep values in "
+            "buffers, change these in place, and draw random numbers by torch"
+        )
+        return numbers, reason if changed else ""
+
+    def _compare(self, step: ReplayedStep, call: Call) -> tuple[list[float], str]:
+        """Record or replay a step, undo it, take it by Python, and compare the two."""
+        undo = [saved(step.buffers, step.generators), self._modules.saved(), self.optimizer.saved()]
+        try:
+            with explained():
+                own = step(call, undo).clone()
+            drawn = [each.get_state() for each in step.generators]
+        finally:
+            for restore in undo:
+                restore()
+            self.optimizer.forget_gradients()
+        start = time.perf_counter()
+        read = self.take_eagerly(call.args, call.kwargs)
+        step.eager_seconds = min(step.eager_seconds, time.perf_counter() - start)
+        numbers, eps = self._numbers, torch.finfo(self._numbers.dtype).eps
+        change = (numbers - own)[:3].abs().max() / numbers[:3].abs().max().clamp(min=eps)
+        is_same = torch.equal(numbers, own) if self._is_exact else bool(change <= math.sqrt(eps))
+        by_python = [each.get_state() for each in step.generators]
+        if not all(map(torch.equal, drawn, by_python)):
+            return read, "traced, it draws other random numbers than by Python"
+        how = f"the loss by {float(change):.1g} of it"
+        return read, "" if is_same else f"traced, its numbers differ from Python's, {how}"
+
+    def _replay(self, step: ReplayedStep, call: Call) -> list[float]:
+        """Replay a step; one whose numbers are not finite is undone and taken by Python."""
         restore, redraw = saved(step.buffers), saved((), step.generators)
         read, failure = [math.nan] * 4, ""
         try:
@@ -158,49 +214,42 @@ class CompiledStep(EagerStep):
             self._refuse(step, call, failure)
         return numbers
 
-    def _take_watched(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Take a step eagerly, and refuse its kind if it changes values that a replay would not."""
-        before = self._modules.memory()
-        numbers = self.take_eagerly(call.args, call.kwargs)
-        step.to_watch, after = False, self._modules.memory()
-        changed = [name for name, value in after.items() if before.get(name) != value]
-        if changed:
-            reason = (
-                f"a step changes {', '.join(changed[:3])}, which a replay would not; keep values in "
-                "buffers, change these in place, and draw random numbers by torch"
-            )
-            self._refuse(step, call, reason)
+    # ---- compiling, in a fit ---------------------------------------------------------------------
+
+    def _take_timed(self, step: ReplayedStep, call: Call) -> list[float]:
+        """Take a later step of a kind, and compile its record after the last replay that is timed."""
+        if self._num_steps == math.inf or not step.is_ready or len(step.seconds) == TIMED:
+            return self._take_known(step, call)
+        start = time.perf_counter()
+        numbers = self._take_known(step, call)
+        step.seconds.append(time.perf_counter() - start)
+        if len(step.seconds) == TIMED:
+            traced, eager = min(step.seconds), step.eager_seconds
+            self._note(f"traced in {1e3 * traced:.3g} ms a step, {1e3 * eager:.3g} ms eager")
+            to_come = (self._num_steps - self._taken) * step.taken / self._taken
+            gain = SAVED_PER_TRACING * (1 - traced / eager) * traced * to_come
+            costs = COMPILING_AT_LEAST + COMPILING_PER_OPERATION * step.num_operations
+            if gain > costs and not self._is_exact and step.device.type == "cpu":
+                self._compile(step, call)
         return numbers
 
-    def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Record or replay a step, undo it, take it by Python, and compare the two."""
-        undo = [saved(step.buffers, step.generators), self._modules.saved(), self.optimizer.saved()]
+    def _compile(self, step: ReplayedStep, call: Call) -> None:
+        start = time.perf_counter()
         try:
             with explained():
-                numbers = step(call).clone()
-            drawn = [each.get_state() for each in step.generators]
-        finally:
-            for restore in (*undo, *step.undo):
-                restore()
-            step.undo.clear()
-            self.optimizer.forget_gradients()
-        start = time.perf_counter()
-        read = self.take_eagerly(call.args, call.kwargs)
-        step.eager_seconds = min(step.eager_seconds, time.perf_counter() - start)
-        step.to_compare -= 1
-        own, eps = self._numbers, torch.finfo(self._numbers.dtype).eps
-        change = (own - numbers)[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
-        is_same = torch.equal(own, numbers) if self._is_exact else bool(change <= math.sqrt(eps))
-        by_python = [each.get_state() for each in step.generators]
-        if not all(map(torch.equal, drawn, by_python)):
-            self._refuse(step, call, "traced, it draws other random numbers than by Python")
-        elif not is_same:
-            how = f"the loss by {float(change):.1g} of it"
-            self._refuse(step, call, f"traced, its numbers differ from Python's, {how}")
-        return read
+                step.compile("inductor", call)
+            self._note(f"compiled in {time.perf_counter() - start:.2g} s")
+        except NotCompiledError as error:
+            self._refuse(step, call, str(error))
+
+    # ---- steps that stay eager -------------------------------------------------------------------
 
     def _refuse(self, step: ReplayedStep, call: Call, reason: str) -> None:
         """Do not compile steps with such arguments from now on."""
+        if step.seconds:  # the record is Python's step, and inductor's is not
+            step.interpret()
+            self._note(f"not compiled: {reason}")
+            return
         self._refused[call.key] = reason
         if self._fallback:
             self._say(f"This step cannot be compiled: {reason}.")
@@ -210,7 +259,7 @@ class CompiledStep(EagerStep):
         if reason not in self._said:
             self._said.add(reason)
             self._note(f"eager: {reason}")
-            if self.warns:
+            if self._num_steps == math.inf:
                 warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
 
     def _note(self, text: str) -> None:
@@ -224,3 +273,36 @@ class CompiledStep(EagerStep):
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
         return tuple(parts)
+
+
+def step_of_fit(
+    loss: Loss,
+    optimizer: OneOptimizer,
+    compiled: Compiled,
+    num_steps: int,
+    has_checkpoints: bool,
+    watches: bool,
+) -> EagerStep:
+    """Return the step of a fit.
+
+    Args:
+        loss: The loss.
+        optimizer: The optimizer.
+        compiled: The option of ``fit``.
+        num_steps: The number of steps to come.
+        has_checkpoints: Whether the run may be resumed; a compiled step would begin elsewhere then.
+        watches: Whether other code may change model and guide between steps.
+    """
+    if not compiled:
+        return EagerStep(loss, optimizer)
+    if compiled is True:
+        return CompiledStep(loss, optimizer, watches=watches)
+    return CompiledStep(
+        loss,
+        optimizer,
+        backend=None,
+        fallback=True,
+        watches=watches,
+        is_exact=compiled == "traced" or has_checkpoints,
+        num_steps=num_steps,
+    )

@@ -1,17 +1,64 @@
-"""Eager training steps."""
+"""Training steps by Python, with the loss, the numbers and the errors of every step."""
 
 import math
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from torch import Tensor, nn
 
 from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi.infer.steps.modules import Modules
+from pyro_structvi._torch import is_recording, norm_of
+from pyro_structvi.infer.batches import Arguments
+from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Loss, StepTerms, error_of, numbers_of
+from pyro_structvi.infer.steps.state import Modules
+from pyro_structvi.infer.terms import ELBOTerms
+
+
+class Loss(nn.Module):
+    """Minus the bound of a model and a guide, which may be modules.
+
+    Attributes:
+        parts: Model and guide with their handlers; in a tuple, so that they are not submodules.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], guide: Callable[..., Any], elbo: StructuredELBO
+    ) -> None:
+        super().__init__()
+        self.parts, self.elbo = (model, guide), elbo
+        for name, part in (("guide", guide), ("model", model)):
+            module = poutine.unwrap(part)
+            if isinstance(module, nn.Module):
+                self.add_module(name, module)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters of the modules that require gradients, by name."""
+        return {name: value for name, value in self.named_parameters() if value.requires_grad}
+
+    def terms(self, *args: Any, **kwargs: Any) -> ELBOTerms:
+        """Return the terms of the bound, or raise the error of a distribution that refuses a value."""
+        try:
+            return self.elbo.terms(*self.parts, *args, **kwargs)
+        except ValueError as error:
+            clearer = error_of(self, (), (args, kwargs), error)
+            raise clearer from (error.__cause__ if clearer is error else error)
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """The terms of a step before its update, in nats, and the weight of the KL in its loss."""
+
+    loss: float
+    log_likelihood: float
+    kl: float
+    kl_weight: float
 
 
 class EagerStep:
@@ -87,3 +134,62 @@ class EagerStep:
                 f"parameters, of shapes {foreign[:3]}, belong to neither. Make it of "
                 "`guide.parameters()`, and of `model.parameters()` if there are point estimates."
             )
+
+
+def numbers_of(loss: Tensor, terms: ELBOTerms, gradients: Iterable[Tensor | None]) -> Tensor:
+    """Return loss, log likelihood, KL and the norm of all gradients as one tensor, ``(4,)``."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    norm = norm_of(given, for_compilers=is_recording()) if given else torch.zeros_like(loss)
+    likelihood = ELBOTerms(terms.log_likelihood, {}).elbo
+    kl = -ELBOTerms({}, terms.kl).elbo  # not a difference of large numbers
+    return torch.stack([each.to(loss) for each in (loss, likelihood, kl, norm)]).detach()
+
+
+_REMEDY = "A smaller `lr` or `init_scale`, or an annealed `kl_weight`, may help"
+
+
+def error_of(
+    loss: Loss,
+    parameters: Iterable[nn.Parameter],
+    batch: Arguments,
+    terms: ELBOTerms | ValueError,
+) -> Exception:
+    """Return an error that names the inputs, terms or gradients that are not finite.
+
+    Args:
+        loss: The loss.
+        parameters: The trained parameters, with their gradients.
+        batch: The arguments of the step.
+        terms: The terms of the bound, or the error of the distribution that refused a value.
+    """
+    where, kept = f"At step {loss.elbo.step}", "Parameters and buffers are those before this step."
+    args, kwargs = batch
+    kinds: dict[str, dict[str, Any]] = {
+        "data": {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+    }
+    if isinstance(terms, ELBOTerms):
+        names = {parameter: name for name, parameter in loss.named_parameters()}
+        kinds["log likelihood of the sites"] = terms.log_likelihood
+        kinds["KL of the sites"] = terms.kl
+        kinds["gradient of"] = {
+            names.get(p, f"parameter {i}"): p.grad for i, p in enumerate(parameters)
+        }
+    for kind, values in kinds.items():
+        bad = [name for name, value in values.items() if not _is_finite(value)]
+        if bad:
+            remedy = "Drop or mend these examples" if kind == "data" else _REMEDY
+            return FloatingPointError(f"{where}, the {kind} {bad} is not finite. {kept} {remedy}.")
+    if isinstance(terms, ELBOTerms):
+        return FloatingPointError(f"{where}, the norm of all gradients overflows. {kept}")
+    if not loss.elbo.step:
+        return terms
+    text = str(terms).split("Trace Shapes:")[0].strip()  # those of Pyro's
+    return ValueError(
+        f"{where}: {text} {kept} Where the data are as in earlier steps, the parameters were led "
+        f"astray. {_REMEDY}."
+    )
+
+
+def _is_finite(value: Any) -> bool:
+    has_values = isinstance(value, Tensor) and not value.is_meta
+    return not has_values or bool(torch.isfinite(value).all())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
 from pyro_structvi._torch import can_skip_updates, runs_hooks
-from pyro_structvi.infer.steps.undo import saved
+from pyro_structvi.infer.steps.state import saved
 
 
 class OneOptimizer:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch
 from pyro_structvi._torch import is_random, tree_leaves, written_arguments
-from pyro_structvi.infer.steps.undo import saved
+from pyro_structvi.infer.steps.state import saved
 from pyro_structvi.linalg.matrices import autocast_off
 
 Outputs = tuple[Tensor, ...]
@@ -261,25 +261,22 @@ class Record:
         targets = [node.target for node in self.graph.nodes if node.op == "call_function"]
         return [target for target in targets if target is not operator.getitem]
 
-    @property
-    def can_be_compiled(self) -> bool:
-        """Whether compilers take all operations."""
-        return _torch.LSTM_LAYERS.isdisjoint(self.operations)
-
     def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
         """Let a compiler fuse the operations; random numbers still come from torch's generators.
 
         Args:
-            backend: A backend of ``torch.compile``.
+            backend: A backend of ``torch.compile``; "auto" is inductor if it takes all operations.
             inputs: The inputs of the next call.
 
         Raises:
             RuntimeError: If it does not take an operation.
         """
-        if not self.can_be_compiled:
+        if not _torch.LSTM_LAYERS.isdisjoint(self.operations):
+            if backend == "auto":
+                return
             raise RuntimeError("torch's LSTM layer on a CPU cannot be compiled")
         module = fx.GraphModule(torch.nn.Module(), deepcopy(self.graph))  # compilers change it
-        if backend == "inductor":
+        if backend in ("auto", "inductor"):
             self._run = _torch.by_inductor(module, [*inputs, *self._tensors])
         else:
             self._run = torch.compile(module, backend=backend, dynamic=False)

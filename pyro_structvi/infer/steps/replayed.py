@@ -1,51 +1,72 @@
 """Replayed training steps, on a CPU or by CUDA graphs."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from enum import Enum, auto
+from typing import Any
 
 import pyro
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import has_gradient_hook
+from pyro_structvi._checks import brief
+from pyro_structvi._torch import has_gradient_hook, put_together, take_apart
+from pyro_structvi.infer.steps.eager import Loss, numbers_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.recording import Outputs, Record, explained
-from pyro_structvi.infer.steps.step import Call, Loss, numbers_of
 from pyro_structvi.linalg.matrices import rows_in_one
 
 GRAPH_DEVICE = "cuda"
 
 
-class CUDAGraph:
-    """A function of tensors, captured once and replayed with other values.
+class Call:
+    """The arguments of one call, with tensors separated from the structure that holds them.
 
-    Args:
-        function: A function from tensors to tensors.
-        inputs: Tensors of the shapes of all later calls.
+    Attributes:
+        tensors: The tensors among the arguments.
+        key: Equal for calls that can share one compiled step.
 
     Raises:
-        RuntimeError: If an operation cannot be captured.
+        TypeError: If an argument is neither a tensor nor hashable.
     """
 
-    def __init__(
-        self, function: Callable[[Sequence[Tensor]], Outputs], inputs: Sequence[Tensor]
-    ) -> None:
-        self._inputs = [value.detach().clone() for value in inputs]
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # of this device; torch's own is of the first that captured
-        with (
-            _usable_after_a_failed_capture(),
-            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
-        ):
-            self._outputs = function(self._inputs)
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._leaves, self._structure = take_apart((args, kwargs))
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.key = (self._structure, *map(_kind_of, self._leaves))
 
-    def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
-        """Replay with these inputs; the next call overwrites the results."""
-        for own, value in zip(self._inputs, inputs, strict=True):
-            own.copy_(value, non_blocking=True)
-        self._graph.replay()
-        return self._outputs
+    def with_tensors(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other tensors."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = put_together(leaves, self._structure)
+        return args, kwargs
+
+
+def _kind_of(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
+    kind: Any = type(leaf)
+    is_value = leaf is None or callable(leaf)
+    with suppress(TypeError):
+        hash(leaf)  # also of its parts
+        is_value = is_value or kind.__hash__ is not object.__hash__
+    if not is_value:
+        raise TypeError(
+            f"The arguments of a compiled step must be tensors or hashable, but got {brief(leaf)}. "
+            "Pass arrays as tensors, and objects by their parts."
+        )
+    return kind, leaf
+
+
+class Phase(Enum):
+    """How a step of a kind is taken, after the first one, which is eager and finds the parameters."""
+
+    WATCHED = auto()  # by Python; the values that it changes are looked at
+    COMPARED = auto()  # recorded or replayed, undone, and taken by Python
+    REPLAYED = auto()
 
 
 class ReplayedStep:
@@ -61,46 +82,47 @@ class ReplayedStep:
         backend: A backend of ``torch.compile``, None, or "auto".
 
     Attributes:
+        to_come: The phases before steps are replayed.
         updates: Whether a call updates the parameters; otherwise it sets their gradients.
         generators: The random generators of the host and of the parameters' devices.
         taken: The number of steps of this kind.
-        to_watch: Whether the values that Python's step changes are still to be looked at.
-        to_compare: How many steps are still to be compared with Python's.
         eager_seconds: The shortest duration of Python's.
         seconds: The durations of replays.
-        undo: Functions that restore the tensors that the recorded step has written.
     """
 
     taken = 1
-    to_watch = True
-    to_compare = 2  # the record and a replay
     eager_seconds = math.inf
 
     def __init__(self, loss: Loss, optimizer: OneOptimizer, backend: str | None) -> None:
         self._loss, self._optimizer = loss, optimizer
+        self.to_come = [Phase.WATCHED, Phase.COMPARED, Phase.COMPARED]  # a record, and a replay
         self._parameters = [p for p in optimizer.parameters if p.requires_grad]
-        self._device = self._parameters[0].device
-        self._captures = self._device.type == GRAPH_DEVICE
+        self.device = self._parameters[0].device
+        self._captures = self.device.type == GRAPH_DEVICE
         self._backend = None if self._captures and backend == "auto" else backend
         self.updates = optimizer.can_be_recorded
         indices = {value.device.index for value in self._parameters if value.is_cuda}
         own = [torch.cuda.default_generators[index] for index in indices]
         self.generators = [torch.default_generator, *own]
         dtype = torch.promote_types(torch.float32, self._parameters[0].dtype)
-        self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
+        self._kl_weight = torch.zeros((), dtype=dtype, device=self.device)
         # Fused optimizers read single precision on a GPU, and any on a CPU.
-        dtype = torch.float64 if self._device.type == "cpu" else torch.float32
-        self._rates = [torch.zeros((), dtype=dtype, device=self._device) for _ in optimizer.groups]
+        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
+        self._rates = [torch.zeros((), dtype=dtype, device=self.device) for _ in optimizer.groups]
         self.seconds: list[float] = []
-        self.undo: list[Callable[[], None]] = []
         self._record: Record | None = None
         self._update_record: Record | None = None
         self._graph: CUDAGraph | None = None
 
     @property
+    def phase(self) -> Phase:
+        """How the next step is taken."""
+        return self.to_come[0] if self.to_come else Phase.REPLAYED
+
+    @property
     def is_ready(self) -> bool:
         """Whether nothing is left to compare or capture."""
-        return not self.to_compare and (self._graph is not None or not self._captures)
+        return self.phase is Phase.REPLAYED and (self._graph is not None or not self._captures)
 
     @property
     def num_operations(self) -> int:
@@ -116,18 +138,23 @@ class ReplayedStep:
         """Whether Python would read the same values as in the record."""
         return self._record is None or self._record.holds([self._kl_weight, *call.tensors])
 
-    def __call__(self, call: Call) -> Tensor:
-        """Record or replay a step; return its numbers."""
+    def __call__(self, call: Call, undo: list[Callable[[], None]] | None = None) -> Tensor:
+        """Record or replay a step; return its numbers.
+
+        Args:
+            call: The arguments.
+            undo: A list for functions that restore the tensors that a recorded step writes.
+        """
         self._kl_weight.fill_(self._loss.elbo.current_kl_weight)
         for rate, group in zip(self._rates, self._optimizer.groups, strict=True):
             rate.fill_(group["lr"])
         inputs = [self._kl_weight, *call.tensors]
         with torch.cuda.device_of(self._kl_weight):
             if self._record is None:
-                outputs = self._make_records(call, inputs)
+                outputs = self._make_records(call, inputs, undo)
             elif not self._captures:
                 outputs = self._replay(inputs)
-            elif self.to_compare:
+            elif self.phase is Phase.COMPARED:
                 outputs = self._warm_up(inputs)
             else:
                 if self._graph is None:
@@ -142,34 +169,34 @@ class ReplayedStep:
         """Compile the record for such calls, and have the next one compared with Python's step."""
         assert self._record is not None
         self._record.compile(backend, [self._kl_weight, *call.tensors])
-        self.to_compare = max(1, self.to_compare)
+        self.to_come = [Phase.COMPARED]
 
     def interpret(self) -> None:
         """Run the operations one by one again."""
         assert self._record is not None
         self._record.interpret()
-        self.to_compare = 0
+        self.to_come = []
 
     # ---- records ---------------------------------------------------------------------------------
 
-    def _make_records(self, call: Call, inputs: list[Tensor]) -> Outputs:
-        elsewhere = [value for value in call.tensors if value.device != self._device]
+    def _make_records(
+        self, call: Call, inputs: list[Tensor], undo: list[Callable[[], None]] | None
+    ) -> Outputs:
+        elsewhere = [value for value in call.tensors if value.device != self.device]
         if elsewhere:
             raise RuntimeError(
-                f"The parameters are on {self._device}, but an argument is on {elsewhere[0].device}. "
+                f"The parameters are on {self.device}, but an argument is on {elsewhere[0].device}. "
                 "Move it there before the step."
             )
         if any(map(has_gradient_hook, self._parameters)):
             raise RuntimeError(
                 "a parameter has a hook for its `.grad`, which a replay would leave out"
             )
-        record = Record(lambda *given: self._differentiate(call, given), inputs, self.undo)
+        record = Record(lambda *given: self._differentiate(call, given), inputs, undo)
         outputs, record.outputs = record.outputs, ()
         if self.updates:
             self._record_update([outputs[0], *self._gradients(outputs)])
-        if self._backend == "auto" and record.can_be_compiled:
-            record.compile("inductor", inputs)
-        elif self._backend not in (None, "auto"):
+        if self._backend is not None:
             record.compile(self._backend, inputs)
         # At last: a record that an interrupt leaves without an update trains nothing.
         self._record = record
@@ -233,6 +260,40 @@ class ReplayedStep:
             outputs = self._replay(inputs)
         current.wait_stream(side)
         return outputs
+
+
+# ---- CUDA graphs ------------------------------------------------------------------------------------
+
+
+class CUDAGraph:
+    """A function of tensors, captured once and replayed with other values.
+
+    Args:
+        function: A function from tensors to tensors.
+        inputs: Tensors of the shapes of all later calls.
+
+    Raises:
+        RuntimeError: If an operation cannot be captured.
+    """
+
+    def __init__(
+        self, function: Callable[[Sequence[Tensor]], Outputs], inputs: Sequence[Tensor]
+    ) -> None:
+        self._inputs = [value.detach().clone() for value in inputs]
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # of this device; torch's own is of the first that captured
+        with (
+            _usable_after_a_failed_capture(),
+            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+        ):
+            self._outputs = function(self._inputs)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
+        """Replay with these inputs; the next call overwrites the results."""
+        for own, value in zip(self._inputs, inputs, strict=True):
+            own.copy_(value, non_blocking=True)
+        self._graph.replay()
+        return self._outputs
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The modules of model and guide: the state that a step depends on, and the state that it changes."""
+"""The state that a step depends on, the state that it changes, and what puts it back."""
 
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -7,16 +7,41 @@ from typing import Any
 
 import numpy as np
 import pyro.poutine as poutine
+import torch
 from torch import Tensor, nn
 
 from pyro_structvi._torch import all_modules, made_by_hooks, own_tensors, take_apart
-from pyro_structvi.infer.steps.undo import saved
 from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 _OF_TORCH = {*vars(nn.Module())} - {"training"} | {"_flat_weights"}  # lists of named tensors
+
+
+def saved(
+    tensors: Iterable[Tensor], generators: Iterable[torch.Generator] = ()
+) -> Callable[[], None]:
+    """Return a function that puts the present values back."""
+    copies = [(each, each.detach().clone()) for each in tensors if _can_be_written(each)]
+    states = [(generator, generator.get_state()) for generator in generators]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Whether operations may write: not into inference tensors or several elements in one place."""
+    if tensor.is_inference() or tensor.layout != torch.strided:
+        return not tensor.is_inference()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return not any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 class Modules:
