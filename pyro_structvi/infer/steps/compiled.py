@@ -42,8 +42,8 @@ class CompiledStep(EagerStep):
     Args:
         loss: The loss.
         optimizer: The optimizer.
-        backend: A backend of ``torch.compile``, None, or "auto".
-        fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
+        backend: See :class:`CompiledSVI`.
+        fallback: Likewise.
         watches: Whether other code may change model and guide between steps.
         is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.
         num_steps: The number of steps to come in a fit. It records if these are many, compiles if these
@@ -77,12 +77,7 @@ class CompiledStep(EagerStep):
         self._said: set[str] = set()
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step that is not counted; return its numbers.
-
-        Raises:
-            RuntimeError: If the step cannot be compiled; nothing has changed.
-            TypeError: If an argument is neither a tensor nor hashable.
-        """
+        """Take a step that is not counted; return its numbers."""
         self._taken += 1
         try:
             call = Call(args, kwargs)
@@ -230,19 +225,14 @@ class CompiledStep(EagerStep):
             gain = SAVED_PER_TRACING * (1 - traced / eager) * traced * to_come
             costs = COMPILING_AT_LEAST + COMPILING_PER_OPERATION * step.num_operations
             if gain > costs and not self._is_exact and step.device.type == "cpu":
-                self._compile(step, call)
+                start = time.perf_counter()
+                try:
+                    with explained():
+                        step.compile("inductor", call)
+                    self._note(f"compiled in {time.perf_counter() - start:.2g} s")
+                except NotCompiledError as error:
+                    self._refuse(step, call, str(error))
         return numbers
-
-    def _compile(self, step: ReplayedStep, call: Call) -> None:
-        start = time.perf_counter()
-        try:
-            with explained():
-                step.compile("inductor", call)
-            self._note(f"compiled in {time.perf_counter() - start:.2g} s")
-        except NotCompiledError as error:
-            self._refuse(step, call, str(error))
-
-    # ---- steps that stay eager -------------------------------------------------------------------
 
     def _refuse(self, step: ReplayedStep, call: Call, reason: str) -> None:
         """Do not compile steps with such arguments from now on."""
@@ -283,26 +273,11 @@ def step_of_fit(
     has_checkpoints: bool,
     watches: bool,
 ) -> EagerStep:
-    """Return the step of a fit.
-
-    Args:
-        loss: The loss.
-        optimizer: The optimizer.
-        compiled: The option of ``fit``.
-        num_steps: The number of steps to come.
-        has_checkpoints: Whether the run may be resumed; a compiled step would begin elsewhere then.
-        watches: Whether other code may change model and guide between steps.
-    """
+    """Return the step of a fit for its option ``compiled`` and the number of steps to come."""
     if not compiled:
         return EagerStep(loss, optimizer)
     if compiled is True:
         return CompiledStep(loss, optimizer, watches=watches)
-    return CompiledStep(
-        loss,
-        optimizer,
-        backend=None,
-        fallback=True,
-        watches=watches,
-        is_exact=compiled == "traced" or has_checkpoints,
-        num_steps=num_steps,
-    )
+    is_exact = compiled == "traced" or has_checkpoints  # a resumed run would compile elsewhere
+    own: dict[str, Any] = {"backend": None, "fallback": True, "num_steps": num_steps}
+    return CompiledStep(loss, optimizer, watches=watches, is_exact=is_exact, **own)

@@ -187,12 +187,10 @@ def _groups(optim: PyroOptim, parameters: list[nn.Parameter]) -> list[dict[str, 
     groups: list[dict[str, Any]] = []
     for parameter in parameters:
         options = optimizer_options(optim, parameter)
-        for group in groups:
-            if group == {**options, "params": group["params"]}:
-                group["params"].append(parameter)
-                break
-        else:
-            groups.append({**options, "params": [parameter]})
+        equal = [group for group in groups if group == {**options, "params": group["params"]}]
+        if not equal:
+            groups += (equal := [{**options, "params": []}])
+        equal[0]["params"].append(parameter)
     return groups
 
 

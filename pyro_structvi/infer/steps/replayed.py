@@ -79,7 +79,7 @@ class ReplayedStep:
     Args:
         loss: The loss, after one eager step.
         optimizer: The optimizer.
-        backend: A backend of ``torch.compile``, None, or "auto".
+        backend: See :class:`CompiledSVI`.
 
     Attributes:
         to_come: The phases before steps are replayed.
@@ -139,12 +139,7 @@ class ReplayedStep:
         return self._record is None or self._record.holds([self._kl_weight, *call.tensors])
 
     def __call__(self, call: Call, undo: list[Callable[[], None]] | None = None) -> Tensor:
-        """Record or replay a step; return its numbers.
-
-        Args:
-            call: The arguments.
-            undo: A list for functions that restore the tensors that a recorded step writes.
-        """
+        """Record or replay a step; return its numbers, and add to ``undo`` as :class:`Record` does."""
         self._kl_weight.fill_(self._loss.elbo.current_kl_weight)
         for rate, group in zip(self._rates, self._optimizer.groups, strict=True):
             rate.fill_(group["lr"])

@@ -106,12 +106,12 @@ class Modules:
 
     def _known_to_functions(self) -> dict[str, Hashable]:
         """Return the plain globals and closed-over variables of model and guide, by name."""
-        found: dict[str, Hashable] = {}
-        for function in self._functions:
-            for name, value in _named_by(function).items():
-                if type(value) in PLAIN:
-                    found[f"`{name}` outside of `{function.__name__}`"] = value
-        return found
+        return {
+            f"`{name}` outside of `{function.__name__}`": value
+            for function in self._functions
+            for name, value in _named_by(function).items()
+            if type(value) in PLAIN
+        }
 
     def saved(self) -> Callable[[], None]:
         """Return a function that puts back the buffers that a pass may change."""
