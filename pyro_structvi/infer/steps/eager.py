@@ -47,7 +47,7 @@ class Loss(nn.Module):
         try:
             return self.elbo.terms(*self.parts, *args, **kwargs)
         except ValueError as error:
-            clearer = error_of(self, (), (args, kwargs), error)
+            clearer = error_of(self, [], (args, kwargs), error)
             raise clearer from (error.__cause__ if clearer is error else error)
 
 
@@ -149,18 +149,11 @@ _REMEDY = "A smaller `lr` or `init_scale`, or an annealed `kl_weight`, may help"
 
 
 def error_of(
-    loss: Loss,
-    parameters: Iterable[nn.Parameter],
-    batch: Arguments,
-    terms: ELBOTerms | ValueError,
+    loss: Loss, parameters: list[nn.Parameter], batch: Arguments, terms: ELBOTerms | ValueError
 ) -> Exception:
     """Return an error that names the inputs, terms or gradients that are not finite.
 
-    Args:
-        loss: The loss.
-        parameters: The trained parameters, with their gradients.
-        batch: The arguments of the step.
-        terms: The terms of the bound, or the error of the distribution that refused a value.
+    A distribution that refuses a value leaves its error in place of the terms.
     """
     where, kept = f"At step {loss.elbo.step}", "Parameters and buffers are those before this step."
     args, kwargs = batch

@@ -2,8 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -111,18 +110,6 @@ class OneOptimizer:
         for group, rate in zip(self.groups, self._first_rates, strict=True):
             group["lr"] = rate * factor
 
-    @contextmanager
-    def rates_in(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Have a block read the learning rate of each group from a tensor."""
-        kept = [group["lr"] for group in self.groups]
-        try:
-            for group, tensor in zip(self.groups, tensors, strict=True):
-                group["lr"] = tensor
-            yield
-        finally:
-            for group, rate in zip(self.groups, kept, strict=True):
-                group["lr"] = rate
-
     # ---- steps -----------------------------------------------------------------------------------
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -142,23 +129,29 @@ class OneOptimizer:
         if not any(parameter.requires_grad for parameter in self.parameters):
             raise ValueError("Model and guide must have a parameter to train, but got none.")
 
-    def step(self, skip: Tensor | None = None) -> None:
+    def step(self, skip: Tensor | None = None, rates: Sequence[Tensor] = ()) -> None:
         """Update parameters by their gradients, and drop these.
 
         Args:
             skip: 1 to leave parameters and state as they are, else 0; for optimizers that can skip.
+            rates: Learning rates to read instead of those of the groups.
         """
         assert self.torch is not None
         for parameter, clip in self._clips:
             if parameter.grad is not None:
                 clip(parameter)
         options = {} if skip is None else {"grad_scale": None, "found_inf": skip}
+        own_rates = [(group, group["lr"]) for group, _ in zip(self.groups, rates, strict=False)]
         vars(self.torch).update(options)  # as torch's GradScaler does
         try:
+            for (group, _), rate in zip(own_rates, rates, strict=True):
+                group["lr"] = rate
             self.torch.step()
         finally:
             for name in options:
                 delattr(self.torch, name)
+            for group, rate in own_rates:
+                group["lr"] = rate
         self.forget_gradients()
 
     def forget_gradients(self) -> None:

@@ -215,15 +215,15 @@ class ReplayedStep:
         assert self._optimizer.torch is not None
         state = self._optimizer.torch.state
         names = {parameter: [*own] for parameter, own in state.items()}
-        with self._optimizer.rates_in(self._rates):
-            self._update_record = Record(self._update, inputs)
+        self._update_record = Record(self._update, inputs)
         if {parameter: [*own] for parameter, own in state.items()} != names:
             raise RuntimeError("the optimizer makes its state in this step, not in the first")
 
     def _update(self, numbers: Tensor, *gradients: Tensor) -> Outputs:
         """Update the parameters by gradients, unless one of the numbers of a step is not finite."""
         self._set_gradients(gradients)
-        self._optimizer.step(skip=(~numbers[1:].sum().isfinite()).to(torch.float32))
+        is_broken = ~numbers[1:].sum().isfinite()
+        self._optimizer.step(skip=is_broken.to(torch.float32), rates=self._rates)
         return ()
 
     def _gradients(self, outputs: Outputs) -> list[Tensor]:
