@@ -15,19 +15,26 @@ from tests.statistics import assert_mean
 from tests.unit_noise import close
 
 RATE = 0.3
-SHAPES = [(4, 3), (4, 3, 2, 2)]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+LAYOUTS = [
+    ((4, 3), {}),
+    ((4, 3, 2, 2), {}),
+    ((4, 3, 2), {"groups": 2}),
+    ((4, 3, 2), {"input_dim": 2}),
+]
+layouts = pytest.mark.parametrize(("shape", "layout"), LAYOUTS, ids=str)
 
 
-def make(shape, rate=RATE):
-    return BernoulliDropout(torch.randn(shape), rate)
+def make(shape, rate=RATE, **layout):
+    return BernoulliDropout(torch.randn(shape), rate, **layout)
 
 
 def every_weight(q):
     """Return all weights with their probabilities, channel by channel."""
     weights, probabilities = [], []
-    for mask in itertools.product((0, 1), repeat=q.event_shape[1]):
-        kept = torch.tensor(mask).reshape(-1, *(1 for _ in q.event_shape[2:]))
+    out, before, after = len(q.loc), q.input_dim - 1, q.loc.dim() - 1 - q.input_dim
+    for mask in itertools.product((0, 1), repeat=q.num_channels):
+        of_outputs = torch.tensor(mask).reshape(q.groups, -1).repeat_interleave(out // q.groups, 0)
+        kept = of_outputs.reshape(out, *[1] * before, -1, *[1] * after)
         weights.append(q.loc * kept / (1 - q.rate))
         probabilities.append(math.prod(1 - q.rate if bit else q.rate for bit in mask))
     return torch.stack(weights), torch.tensor(probabilities)
@@ -39,9 +46,9 @@ def moments(values, probabilities):
     return mean, ((flat - mean) * probabilities.unsqueeze(-1)).mT @ (flat - mean)
 
 
-@shapes
-def test_moments_densities_and_kl_are_those_of_all_weights(shape):
-    q = make(shape)
+@layouts
+def test_moments_densities_and_kl_are_those_of_all_weights(shape, layout):
+    q = make(shape, **layout)
     weights, probabilities = every_weight(q)
     mean, covariance = moments(weights, probabilities)
     close(q.mean.flatten(), mean)
@@ -58,9 +65,9 @@ def test_moments_densities_and_kl_are_those_of_all_weights(shape):
         kl_divergence(q, StudentT(3.0, torch.zeros(shape), 1.0))
 
 
-@shapes
-def test_draws_have_the_probabilities_of_all_weights(shape):
-    q = make(shape)
+@layouts
+def test_draws_have_the_probabilities_of_all_weights(shape, layout):
+    q = make(shape, **layout)
     weights, probabilities = every_weight(q)
     draws = q.rsample((20_000,))
     drawn = (draws.flatten(1).unsqueeze(1) - weights.flatten(1)).abs().amax(-1) < 1e-12

@@ -235,7 +235,7 @@ TRACED = GUIDES | {
 }
 TRACED_CASES = [
     *((name, "net", {}) for name in ("inducing weights", "inducing ensemble")),
-    *((name, "net", EXPANDING) for name in (*NORMAL, "points")),
+    *((name, "net", EXPANDING) for name in ("mean field", "full", "inducing weights", "points")),
     *((name, "plate", EXPANDING) for name in ("mean field", "points")),
 ]
 

@@ -24,9 +24,11 @@ from tests.infer.checkpointed_runs import (
     train,
     until,
 )
+from tests.infer.two_ranks import PRELOADED
 from tests.models import linear_function
 
 PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(PRELOADED)
 
 
 @pytest.fixture

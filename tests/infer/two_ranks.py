@@ -16,10 +16,8 @@ from tests.models import make_regressor, regression_data
 
 SIZE = 2
 PATIENCE = 60.0  # seconds for all, and for one to wait for the other
-multiprocessing.get_context("forkserver").set_forkserver_preload([
-    "pyro_structvi",
-    "torch._dynamo",  # which optimizers import
-])
+PRELOADED = ["pyro_structvi", "torch._dynamo"]  # optimizers import the second
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
 def on_two_ranks(function, folder, *args):

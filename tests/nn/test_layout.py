@@ -247,29 +247,6 @@ def test_experts_need_a_dimension_and_tokens_have_none():
     assert isinstance(tokens["t"](), PointMass)
 
 
-@pytest.mark.parametrize(("input_dim", "groups"), [(1, 2), (2, 1)])
-def test_densities_and_moments_of_other_layouts(input_dim, groups):
-    """All weights listed, each with the probability of its mask."""
-    loc, rate = torch.randn(4, 3, 2), 0.3
-    q = BernoulliDropout(loc, rate, input_dim, groups)
-    masks = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * q.num_channels)
-    if groups == 1:
-        spread = masks.reshape(-1, *(loc.shape[i] if i == input_dim else 1 for i in range(3)))
-    else:
-        spread = masks.reshape(-1, 2, 1, 3, 1).expand(-1, 2, 2, 3, 2).reshape(-1, 4, 3, 2)
-    weights = loc * spread / (1 - rate)
-    log_probs = (masks * math.log(1 - rate) + (1 - masks) * math.log(rate)).sum(-1)
-    torch.testing.assert_close(q.log_prob(weights), log_probs)
-    probabilities = log_probs.exp()
-    torch.testing.assert_close(q.entropy(), -(probabilities * log_probs).sum())
-    flat = weights.flatten(1)
-    torch.testing.assert_close(probabilities @ flat, q.mean.flatten())
-    centred = flat - q.mean.flatten()
-    covariance = (centred * probabilities.unsqueeze(-1)).mT @ centred
-    torch.testing.assert_close(q.covariance_matrix, covariance)
-    torch.testing.assert_close(q.variance.flatten(), covariance.diagonal())
-
-
 def test_no_image_where_inputs_are_elsewhere():
     with pytest.raises(ValueError, match=r"must have dimension 1.*rsample"):
         BernoulliDropout(torch.ones(4, 3), 0.5, input_dim=0).image(torch.ones(2, 3))
