@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
 import pyro_structvi as ps
@@ -25,6 +26,7 @@ from benchmarks import (
 )
 from pyro_structvi import _torch
 from pyro_structvi.infer.steps.replayed import ReplayedStep
+from tests.conjugate import exact, full_guide
 from tests.infer.compiled_steps import compiles
 
 
@@ -138,18 +140,9 @@ def test_the_bound_of_a_fitted_full_covariance_is_the_log_evidence():
     """The posterior of a linear regression is a normal: its ELBO has no variance but that of draws."""
     torch.manual_seed(0)
     problem = problems.linear()
-    guide = recipes.GUIDES["full"](problem.model)
     problem.model.num_data = len(problem.x)
-    x = torch.cat([problem.x, torch.ones(60, 1)], -1)
-    precision = x.T @ x / 0.5**2 + torch.eye(9)
-    posterior = guide["net.weight"]
-    tril = torch.linalg.cholesky(torch.linalg.inv(precision))
-    diagonal = tril.diagonal()
-    with torch.no_grad():
-        posterior.loc.copy_(torch.linalg.solve(precision, x.T @ problem.y / 0.5**2).T)
-        posterior.log_diagonal.copy_(diagonal.log())
-        rows, columns = torch.tril_indices(9, 9, -1)
-        posterior.lower.copy_((tril / diagonal.unsqueeze(-1))[rows, columns])
+    mean, covariance, _ = exact(F.pad(problem.x, (0, 1), value=1.0), problem.y)
+    guide = full_guide(problem.model, mean, covariance)
     elbo, error = convergence.bound(problem, guide, 2000)
     assert abs(elbo - problem.evidence) < 5 * error < 1.0
 

@@ -12,7 +12,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.diagnostics import compress_scales, expected_coverage, gradient_snr, spectra
 from pyro_structvi.diagnostics.gradient_noise import _moments, _summary
-from tests.diagnostics.conjugate import NOISE, SITE, make_model
+from tests.conjugate import NOISE, SITE, make_model
 from tests.models import make_regressor, regression_data
 from tests.predictions import normal_prediction
 

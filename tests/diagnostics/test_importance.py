@@ -13,7 +13,7 @@ from pyro_structvi.diagnostics import importance, pareto_k
 from pyro_structvi.diagnostics.importance import _diagnosis
 from pyro_structvi.posterior.inference_data import pareto_smoothed
 from pyro_structvi.testing import guides_for
-from tests.diagnostics.conjugate import exact, full_guide, make_model
+from tests.conjugate import exact, full_guide, make_model
 from tests.models import (
     hierarchical_function,
     local_latent_function,

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch.distributions import Independent, Normal, kl_divergence
+from torch.distributions import Normal, kl_divergence
 
 from pyro_structvi.distributions import JoinedPrior, LowRankNormal, MeanFieldNormal
 from pyro_structvi.linalg.factorizations import log_det
@@ -88,17 +88,3 @@ def test_a_joined_prior_has_both_densities():
     student = torch.distributions.StudentT(3.0, torch.zeros(2), 1.0)
     with pytest.raises(NotImplementedError):
         kl_divergence(MeanFieldNormal(value, torch.tensor(1.0)), JoinedPrior(weight, student))
-
-
-@pytest.mark.parametrize("weight_form", [(), (1, 3), (4, 3)], ids=str)
-@pytest.mark.parametrize("bias_form", [(), (4,)], ids=str)
-def test_a_joined_prior_has_the_dense_kl(weight_form, bias_form):
-    q = CASES[-1].make((), (4, 4), torch.float64)
-    weight_scale, bias_scale = torch.rand(weight_form) + 0.5, torch.rand(bias_form) + 0.5
-    prior = JoinedPrior(
-        Independent(Normal(0.3, weight_scale.expand(SHAPE)), 2),
-        Independent(Normal(-1.0, bias_scale.expand(4)), 1),
-    )
-    scale = torch.cat([weight_scale.expand(SHAPE), bias_scale.expand(4).unsqueeze(-1)], -1)
-    loc = torch.tensor([0.3, 0.3, 0.3, -1.0])
-    torch.testing.assert_close(kl_divergence(q, prior), CASES[-1].kl(q, loc, scale))

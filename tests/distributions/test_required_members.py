@@ -5,7 +5,6 @@ import torch
 from torch.distributions import constraints
 
 from pyro_structvi.distributions import WeightDistribution
-from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 from tests.distributions.cases import make_mean_field
 
@@ -65,17 +64,6 @@ def test_members_of_a_base_between_count_and_an_abstract_class_may_lack_them():
 
     with pytest.raises(TypeError, match="`whiten`"):
         define(Abstract, [])
-
-
-def test_only_a_batch_of_weights_takes_positions_from_a_dense_map():
-    alone, batch = (make_mean_field(shape, (4, 3), torch.float64) for shape in ((), (2,)))
-    without = DenseMap(positions=False)
-    for linear_map in (DenseMap(), without):
-        assert alone.map_for_batch(linear_map) == linear_map
-        assert batch.map_for_batch(linear_map) == without
-        assert batch.map_for_batch(BiasColumnMap(linear_map)) == BiasColumnMap(without)
-    convolution = ConvolutionMap(torch.conv1d, (3, 2))
-    assert make_mean_field((2,), (4, 3, 2), torch.float64).map_for_batch(convolution) == convolution
 
 
 def test_a_matrix_has_a_row_for_each_output():

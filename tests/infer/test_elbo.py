@@ -9,12 +9,12 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
-from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import InducingNormal, PointMixture
 from pyro_structvi.infer import CosineDecay, LinearAnnealing, SampledKLWarning
 from tests import dense_oracles as dense
+from tests.conjugate import exact, full_guide, make_model
 from tests.guide_cases import GUIDES
 from tests.models import (
     hierarchical_function,
@@ -318,34 +318,13 @@ def normal_kl(posterior, loc, scale):
 # ---- at the exact posterior ----------------------------------------------------------------------
 
 
-def conjugate_regression(x):
-    """Return a linear model with noise 0.2, data, the posterior's mean and covariance, the evidence."""
-    y = x @ torch.tensor([[0.5], [-1.0], [2.0]]) + 0.2 * torch.randn(len(x), 1)
-    net = ps.bayesianize(nn.Linear(3, 1, bias=False))
-    model = ps.Regressor(net, num_data=len(x), noise_scale=0.2)
-    precision = x.T @ x / 0.2**2 + torch.eye(3)
-    mean = torch.linalg.solve(precision, x.T @ y / 0.2**2).T
-    marginal = x @ x.T + 0.2**2 * torch.eye(len(x))
-    evidence = torch.distributions.MultivariateNormal(torch.zeros(len(x)), marginal)
-    return model, (x, y), mean, precision.inverse(), evidence.log_prob(y.squeeze(-1))
-
-
-def set_full(posterior, mean, covariance):
-    tril = torch.linalg.cholesky(covariance)
-    posterior.loc.copy_(mean)
-    posterior.log_diagonal.copy_(tril.diagonal().log())
-    multiples = tril / tril.diagonal().unsqueeze(-1)
-    posterior.lower.copy_(multiples[tuple(torch.tril_indices(3, 3, -1))])
-
-
 @pytest.mark.parametrize("local_reparam", [True, False])
 def test_the_exact_posterior_is_the_optimum(local_reparam):
     """There the bound is the log evidence, and its gradient is zero; beside it neither."""
-    model, data, mean, covariance, evidence = conjugate_regression(torch.randn(8, 3))
-    guide = ps.FullCovarianceGuide(model, local_reparam=local_reparam)
+    data = regression_data(8)
+    model, (mean, covariance, evidence) = make_model(8, 3), exact(*data)
+    guide = full_guide(model, mean, covariance, local_reparam=local_reparam)
     guide.initialize(*data)
-    with torch.no_grad():
-        set_full(guide["net.weight"], mean, covariance)
     elbo = ps.StructuredELBO()
     assert_close(mean_loss(elbo, model, guide, *data), -evidence)
     gradient = mean_gradient(elbo, model, guide, *data)

@@ -12,7 +12,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.validation import NUM_DRAWS
-from tests.models import make_regressor, regression_data
+from tests.models import make_linear_regressor, make_regressor, regression_data
 
 
 def make(size=24, guide=ps.MeanFieldGuide, model=None):
@@ -113,7 +113,8 @@ def test_several_inputs():
     ],
 )
 def test_how_often(options, every, steps):
-    model, guide, data = make(110 if "num_epochs" in options else 24)
+    size = 110 if "num_epochs" in options else 24
+    model, guide, data = make(size, model=lambda: make_linear_regressor(size))
     validation = ps.Validation(held_out(1), lambda prediction, y: torch.tensor(0.5), every)
     options |= {"progress": False, "compiled": False}
     history = ps.fit(model, guide, data, validation=validation, **options)

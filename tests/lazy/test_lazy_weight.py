@@ -16,7 +16,6 @@ from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, make_full
 from tests.lazy_weights import (
-    CONVOLUTIONS,
     IN,
     KERNEL,
     OUT,
@@ -79,21 +78,6 @@ def test_a_linear_layer_gets_outputs(call):
         assert is_ordinary(outputs)
         assert outputs.shape == (*lead, OUT)
         assert not weight.is_drawn
-
-
-@pytest.mark.parametrize(
-    ("dim", "lead", "keywords"), [(1, (), False), (2, (5,), True), (3, (5,), False)]
-)
-def test_a_convolution_gets_outputs(dim, lead, keywords):
-    weight, x, bias = convolution_weight(dim), torch.randn(*lead, 2, *(5,) * dim), torch.zeros(OUT)
-    if keywords:
-        outputs = CONVOLUTIONS[dim](bias=bias, padding=1, weight=weight, input=x)
-    else:
-        outputs = CONVOLUTIONS[dim](x, weight, bias, 1, 1)
-    expected = CONVOLUTIONS[dim](x, torch.zeros(weight.shape), bias, 1, 1)
-    assert is_ordinary(outputs)
-    assert outputs.shape == expected.shape
-    assert not weight.is_drawn
 
 
 ORDINARY = {

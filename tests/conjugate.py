@@ -26,8 +26,8 @@ def exact(x, y):
     return Exact(mean.mT, precision.inverse(), evidence)
 
 
-def full_guide(model, mean, covariance):
-    guide = ps.FullCovarianceGuide(model)
+def full_guide(model, mean, covariance, **options):
+    guide = ps.FullCovarianceGuide(model, **options)
     posterior = guide[SITE]
     factor = torch.linalg.cholesky(covariance)
     with torch.no_grad():
