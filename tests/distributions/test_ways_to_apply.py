@@ -13,7 +13,6 @@ from tests.distributions.cases import (
     make_joint,
     make_mean_field,
 )
-from tests.unit_noise import draw_with_noise
 
 BOTH, DRAWN = ("outputs", "weight"), ("weight",)
 EXAMPLES, SEQUENCE, IMAGES = torch.zeros(5, 3), torch.zeros(5, 2, 3), torch.zeros(5, 6, 4)
@@ -82,20 +81,3 @@ def test_inducing_weights_of_groups_are_drawn_and_formed(join):
         make_inducing(make_mean_field, False)((), (4, 12), torch.float64),
     ):
         assert q.ways_to_apply(linear_map, IMAGES) == DRAWN
-
-
-def test_a_factored_draw_forms_the_weight_that_it_applies():
-    for case in CASES:
-        if "inducing" not in case.name:
-            continue
-        q, x, bias = case.make((), MATRIX, torch.float64), torch.randn(5, 3), torch.randn(4)
-        noise = torch.randn(draw_with_noise(q.rsample, None)[1])
-        weight = draw_with_noise(q.rsample, noise)[0]
-        for draw, expected in (
-            (lambda q=q: q.draw_factored().weight(), weight),
-            (
-                lambda q=q, x=x, bias=bias: q.draw_factored().apply(DenseMap(), x, bias),
-                F.linear(x, weight, bias),
-            ),
-        ):
-            torch.testing.assert_close(draw_with_noise(draw, noise)[0], expected)
