@@ -75,16 +75,20 @@ def test_draws_have_the_probabilities_of_all_weights(shape, layout):
     assert_mean(drawn.double(), probabilities)
 
 
+PADDED = ConvolutionMap(F.conv2d, (3, 2, 2), padding=1)
+GROUPED = ConvolutionMap(F.conv2d, (3, 2, 2), stride=2, groups=2)
+# The law's shape and groups, a map and the shape of its input.
 MAPS = {
-    "dense": ((4, 3), DenseMap(), (2, 3)),
-    "padding": ((4, 3, 2, 2), ConvolutionMap(F.conv2d, (3, 2, 2), padding=1), (2, 3, 3, 3)),
-    "groups": ((4, 3, 2, 2), ConvolutionMap(F.conv2d, (3, 2, 2), stride=2, groups=2), (2, 6, 3, 3)),
+    "dense": ((4, 3), 1, DenseMap(), (2, 3)),
+    "padding": ((4, 3, 2, 2), 1, PADDED, (2, 3, 3, 3)),
+    "groups": ((4, 3, 2, 2), 1, GROUPED, (2, 6, 3, 3)),
+    "groups with masks of their own": ((4, 3, 2, 2), 2, GROUPED, (2, 6, 3, 3)),
 }
 
 
-@pytest.mark.parametrize(("shape", "linear_map", "x_shape"), MAPS.values(), ids=MAPS)
-def test_outputs_have_the_moments_of_all_outputs(shape, linear_map, x_shape):
-    q, x = make(shape), torch.randn(x_shape)
+@pytest.mark.parametrize(("shape", "groups", "linear_map", "x_shape"), MAPS.values(), ids=MAPS)
+def test_outputs_have_the_moments_of_all_outputs(shape, groups, linear_map, x_shape):
+    q, x = make(shape, groups=groups), torch.randn(x_shape)
     weights, probabilities = every_weight(q)
     for bias in (torch.randn(4), MeanFieldNormal(torch.randn(4), torch.rand(4) + 0.1)):
         is_random = isinstance(bias, MeanFieldNormal)
@@ -100,9 +104,9 @@ def test_outputs_have_the_moments_of_all_outputs(shape, linear_map, x_shape):
             close(image.variance[index].flatten(), (covariance + noise).diagonal())
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_each_example_of_an_image_is_one_of_all_outputs_and_examples_differ(groups):
-    q = make((4, 3, 2, 2))
+@pytest.mark.parametrize(("groups", "own_groups"), [(1, 1), (2, 1), (2, 2)])
+def test_each_example_of_an_image_is_one_of_all_outputs_and_examples_differ(groups, own_groups):
+    q = make((4, 3, 2, 2), groups=own_groups)
     x = torch.randn(1, 3 * groups, 3, 3).expand(4000, -1, -1, -1)
     linear_map = ConvolutionMap(F.conv2d, (3, 2, 2), groups=groups)
     draws = q.image_under(linear_map, x).rsample().flatten(1)

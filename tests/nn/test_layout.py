@@ -223,16 +223,6 @@ def test_a_draw_is_dropout_of_the_inputs(name):
     torch.testing.assert_close(ours, net(x * mask))
 
 
-def test_the_image_of_a_grouped_convolution_drops_each_channel_by_itself():
-    model = ps.bayesianize(nn.Conv1d(4, 4, 1, groups=4, bias=False))
-    guide, x = ps.StructuredGuide(model, {"*": Dropout(0.3)}), torch.ones(20_000, 4, 1)
-    guide.initialize(x)
-    trace, _ = ps.StructuredELBO()._get_trace(model, guide, (x,), {})
-    zeros = (trace.nodes["_RETURN"]["value"].squeeze(-1) == 0).double()
-    expected = 0.09 + 0.21 * torch.eye(4)
-    torch.testing.assert_close(zeros.mT @ zeros / len(x), expected, rtol=0, atol=0.02)
-
-
 def test_experts_need_a_dimension_and_tokens_have_none():
     model = ps.bayesianize(Experts())
     with pytest.raises(ValueError, match=r"No family was given for the weights .'experts'"):
