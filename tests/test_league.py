@@ -35,7 +35,7 @@ from benchmarks.laplace_peers import (
 from benchmarks.league_tables import HEADER
 from benchmarks.rows import ResultsFile, read_rows
 from benchmarks.tables import three_digits
-from tests.statistics import assert_moments
+from pyro_structvi.testing.noise import assert_mean
 
 ROWS = [
     ("p", "good", "0", "seconds", "2"),
@@ -76,6 +76,13 @@ def test_exact_draws_are_those_of_the_conjugate_posterior():
     draws = problem.exact(40_000)
     flat = torch.cat([draws["net.weight"].flatten(1), draws["net.bias"]], 1).double()
     assert_moments(flat, *conjugate_posterior(problem))
+
+
+def assert_moments(draws, mean, covariance):
+    """Assert that independent draws ``(n, D)`` have a mean and a covariance."""
+    assert_mean(draws, mean)
+    away = draws - mean
+    assert_mean(away.unsqueeze(-1) * away.unsqueeze(-2), covariance)
 
 
 def test_a_posterior_has_no_distance_from_itself_and_ratios_are_of_deviations():

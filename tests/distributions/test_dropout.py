@@ -10,8 +10,8 @@ from torch.distributions import Laplace, Normal, StudentT, kl_divergence
 
 from pyro_structvi.distributions import BernoulliDropout, MeanFieldNormal
 from pyro_structvi.maps import ConvolutionMap, DenseMap
+from pyro_structvi.testing.noise import assert_mean
 from tests.lazy_weights import lazy
-from tests.statistics import assert_mean
 from tests.unit_noise import close
 
 RATE = 0.3

@@ -12,9 +12,9 @@ from torch.distributions import MixtureSameFamily
 import pyro_structvi as ps
 from pyro_structvi.distributions import ScaleMixtureNormal
 from pyro_structvi.infer import SampledKLWarning
+from pyro_structvi.testing.noise import assert_mean
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor, regression_data
-from tests.statistics import assert_mean
 
 SPIKE_AND_SLAB = ScaleMixtureNormal(*torch.tensor([[1.0, 0.1], [0.25, 0.75]], dtype=torch.float64))
 

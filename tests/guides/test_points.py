@@ -13,6 +13,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import MeanField, Subnetwork
+from pyro_structvi.testing.noise import assert_mean
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -20,7 +21,6 @@ from tests.models import (
     make_regressor,
     regression_data,
 )
-from tests.statistics import assert_mean
 from tests.unit_noise import close
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.testing.noise import assert_mean
 from tests.models import make_classifier, make_regressor, regression_data
 from tests.posterior.passed_models import draws_of
-from tests.statistics import assert_mean
 
 
 def predicted(model, num_samples=7, size=5, **options):

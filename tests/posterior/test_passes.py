@@ -13,6 +13,7 @@ import pyro_structvi as ps
 from pyro_structvi.posterior import prediction
 from pyro_structvi.posterior.passes import Passes
 from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.testing.noise import assert_mean
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import (
     hierarchical_function,
@@ -32,7 +33,6 @@ from tests.posterior.passed_models import (
     regressor_of,
 )
 from tests.real_nets.sequence_nets import Transformer
-from tests.statistics import assert_mean
 
 CASES = {
     "regressor": (make_regressor, regression_data),

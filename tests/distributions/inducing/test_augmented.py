@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
+from pyro_structvi.testing.noise import assert_mean
 from tests import dense_oracles as dense
 from tests.distributions.cases import (
     CONVOLUTION,
@@ -14,7 +15,6 @@ from tests.distributions.cases import (
     prior_scale,
 )
 from tests.distributions.subject import FLOAT32, FLOAT64
-from tests.statistics import assert_mean
 from tests.unit_noise import assert_draws, close
 
 
