@@ -1,7 +1,6 @@
 """Lazy weights of several distributions, for their tests."""
 
 import torch
-import torch.nn.functional as F
 from pyro import poutine
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
@@ -10,7 +9,6 @@ from pyro_structvi.weights.site_role import SiteUse
 
 OUT, IN = 4, 3
 KERNEL = (OUT, 2, 3, 2)
-CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 def k_tied_normal(shape=(OUT, IN)):

@@ -29,21 +29,21 @@ class TookTooLong(BaseException):
 
 @contextmanager
 def limits(seconds=SECONDS, gibibytes=6):
-    """Stop a call that takes too long, and let none allocate what the machine does not have."""
+    """Stop a call that computes too long, and let none allocate what the machine does not have."""
 
     def stop(*_):
         raise TookTooLong
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGALRM, stop)
+    handler = signal.signal(signal.SIGPROF, stop)
     resource.setrlimit(resource.RLIMIT_AS, (used + gibibytes * 2**30, before[1]))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 

@@ -72,7 +72,7 @@ def test_roots_of_half_precision_are_single(dtype):
     assert torch.isfinite(torch.autograd.grad(scale.sum(), variance)[0]).all()
 
 
-# ---- k-tied: its rank, and the costs it saves ----------------------------------------------------
+# ---- k-tied: the costs it saves ------------------------------------------------------------------
 
 
 def test_kl_to_a_uniform_prior_at_rank_one_forms_no_variances_of_the_size_of_the_weight(

@@ -13,11 +13,6 @@ import pyro_structvi as ps
 POSITIVE = constraints.positive
 
 
-@pytest.fixture(autouse=True)
-def cleared_store():
-    pyro.clear_param_store()
-
-
 def data():
     torch.manual_seed(0)
     x = torch.randn(20, 3)

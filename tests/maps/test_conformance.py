@@ -286,11 +286,11 @@ def test_a_convolution_call_is_read_whatever_way_it_is_written(dim, positional):
     """The first arguments by position, the others by keyword; or with the defaults of torch."""
     function = CONVOLUTIONS[dim]
     x, weight = torch.randn(2, CHANNELS, *SPACES[dim]), torch.randn(OUT, 2, *KERNELS[dim])
-    options = {"stride": 2, "padding": 1, "dilation": 2, "groups": 2}
+    options = {"stride": 2, "padding": 1, "dilation": 3, "groups": 2}
     values = {"input": x, "weight": weight, "bias": torch.randn(OUT)} | options
     args, keywords = [*values.values()][:positional], dict([*values.items()][positional:])
     linear_map, *tensors, _ = parse_application(function, args, keywords)
-    assert linear_map == ConvolutionMap(function, (2, *KERNELS[dim]), 2, 1, 2, 2)
+    assert linear_map == ConvolutionMap(function, (2, *KERNELS[dim]), 2, 1, 3, 2)
     assert all(own is values[name] for own, name in zip(tensors, values, strict=False))
     close(linear_map(x, weight.flatten(1), values["bias"]), function(**values))
     plain = parse_application(function, (x[:, :2], weight), {})
