@@ -57,6 +57,12 @@ def test_single_numbers_equal_a_normal():
     torch.testing.assert_close(q.variance_sum, plain.variance)
 
 
+def test_scales_that_would_enlarge_loc_are_refused():
+    message = r"`scale` must broadcast to the shape of `loc` = \(4, 3\), but got shape \(2, 4, 3\)"
+    with pytest.raises(ValueError, match=message):
+        MeanFieldNormal(torch.zeros(4, 3), torch.ones(2, 4, 3))
+
+
 def test_validation_can_be_switched_off():
     q = MeanFieldNormal(torch.zeros(4, 3), torch.tensor(-1.0), validate_args=False)
     assert q.variance.eq(1).all()

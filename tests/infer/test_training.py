@@ -231,9 +231,16 @@ X, Y = regression_data()
     [
         ({"num_steps": None}, "Give one of `num_epochs` and `num_steps`"),
         ({"num_epochs": 1}, "Give one of `num_epochs` and `num_steps`"),
+        ({"num_steps": 0}, "`num_steps` must be a whole number of at least 1"),
+        ({"num_steps": None, "num_epochs": -1}, "`num_epochs` must be a whole number of at least"),
+        ({"lr": 0.0}, "`lr` must be a positive number"),
+        ({"batch_size": 0}, "`batch_size` must be a whole number of at least 1"),
+        ({"kl_weight": -1.0}, "`kl_weight` must be a finite number"),
+        ({"data": (X, Y[:-1])}, r"one positive length, but got \[12, 11\]"),
         ({"data": [(X, Y)], "batch_size": 3}, "mini-batches that are given have their own"),
         ({"data": iter([])}, "`data` must be a tuple of tensors, a Dataset, or"),
         ({"data": (X.half(), Y.half())}, "dtype"),
+        ({"data": (X, Y.numpy())}, r"of tensors, but got \['Tensor', 'ndarray'\]"),
         ({"guide": lambda x, y: None}, r"`guide` must be a torch.nn.Module.*pyro.infer.SVI"),
     ],
 )

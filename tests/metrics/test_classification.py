@@ -82,6 +82,13 @@ def test_other_rows_are_refused(dtype):
             classification_scores(rows, torch.tensor([0, 1]))
 
 
+def test_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"must have shape \(N, classes\), but have 3 dimensions"):
+        classification_scores(torch.ones(5, 2, 1), torch.zeros(5).long())
+    with pytest.raises(ValueError, match=r"`y` must have shape \(N,\) = \(3,\), but got \(2,\)"):
+        classification_scores(torch.ones(3, 2) / 2, torch.zeros(2, dtype=torch.long))
+
+
 def test_rounding_beyond_one_changes_nothing():
     probabilities = (3 * torch.randn(50, 4, dtype=torch.float32)).softmax(-1)
     probabilities[0] = torch.tensor([1.0, 0.0, 0.0, 0.0])

@@ -124,6 +124,16 @@ def test_what_does_not_fit_is_refused():
     prediction = normal_prediction(torch.zeros(4, 1), 1.0, y)
     with pytest.raises(ValueError, match=r"`prediction` must have a log density.*y=y\)"):
         regression_scores(replace(prediction, log_density=None), y)
+    with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1, but got 0"):
+        regression_scores(prediction, y, level=0)
+    parts = [normal_prediction(torch.zeros(n), 1.0) for n in (3, 8)]
+    with pytest.raises(ValueError, match="`y` must have shape"):
+        conformal_interval(*parts, torch.randn(7))
+    some = torch.full((8, 2), 0.5)
+    with pytest.raises(ValueError, match="`probabilities` must have shape"):
+        conformal_sets(torch.full((4, 4), 0.25), some, torch.zeros(8, dtype=torch.long))
+    with pytest.raises(ValueError, match="same inputs, but got 3 and 2 of them"):
+        predictive_distance(torch.zeros(5, 3), torch.zeros(5, 2))
     with pytest.raises(ValueError, match="`reference` must hold at least 2 draws at each input"):
         predictive_distance(torch.randn(5, 3), torch.randn(1, 3))
 

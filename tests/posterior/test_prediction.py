@@ -165,6 +165,10 @@ def test_the_observed_site_must_be_unique():
     [
         ({"num_samples": 9}, "`num_samples` must be at most the 4 draws given, but got 9"),
         ({"y": torch.zeros(4, 1)}, r"must have one length, but got \[5, 4\]"),
+        (
+            {"x": torch.zeros(5, 3).float()},
+            r"`x` must have the dtype of `net.0.weight`, torch.float64, but got torch.float32",
+        ),
         ({"x": {"x": [0.0, 1.0]}}, r"`x\['x'\]` must be a tensor"),
         (
             {"posterior": {"a": torch.zeros(2), "b": torch.zeros(3)}},
