@@ -70,6 +70,21 @@ def test_draws_have_the_moments_of_their_elements():
     assert_mean(draws.pow(4), (3 * q.probs * q.scales.pow(4)).sum(-1))
 
 
+@pytest.mark.parametrize(
+    ("scales", "probs", "message"),
+    [
+        (torch.ones(2), torch.ones(3), r"must have shape \(\*batch, K\) .* \(2,\) and \(3,\)"),
+        (torch.tensor(1.0), torch.tensor(1.0), r"must have shape \(\*batch, K\)"),
+        (torch.tensor([1.0, 0.0]), torch.ones(2), "`scales` must be positive"),
+        (torch.ones(2), torch.tensor([1.0, 0.0]), "`probs` must be positive"),
+        (torch.ones(2), torch.ones(2).half(), "`probs` must have the dtype of `scales`"),
+    ],
+)
+def test_arguments_that_do_not_fit(scales, probs, message):
+    with pytest.raises(ValueError, match=message):
+        ScaleMixtureNormal(scales, probs)
+
+
 def test_it_moves_and_converts_with_the_net():
     bayes_net = ps.bayesianize(nn.Linear(2, 3).float(), prior=SPIKE_AND_SLAB)  # in = K
     for dtype in (torch.float32, torch.float64):

@@ -175,9 +175,60 @@ def test_one_scale_serves_a_batch_and_may_be_a_number():
     assert joint.weight_prior().variance.eq(1).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("row_factor", (4,), r"must have shape \(\*batch, M_out, out\), .* \(4,\)"),
+        (
+            "column_factor",
+            (5, 2, 3),
+            r"must have shape \(\*batch, M_in, in\) = \(2, 3\), but got \(5",
+        ),
+        ("row_diagonal", (2,), r"must have shape \(\*batch, M_out\) = \(3,\), but got \(2,\)"),
+        ("column_diagonal", (3,), r"must have shape \(\*batch, M_in\) = \(2,\), but got \(3,\)"),
+        ("scale", (2,), r"must broadcast to \(\*batch,\) = \(\), but got shape \(2,\)"),
+        ("bias_scale", (1,), r"must broadcast to \(\*batch,\) = \(\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(name, shape, message):
+    arguments = make_joint((), MATRIX, FLOAT64).arguments
+    with pytest.raises(ValueError, match=f"`{name}` {message}"):
+        AugmentedMatrixNormal(**arguments | {name: torch.ones(shape)})
+
+
 def test_an_event_shape_that_does_not_fit_is_refused():
     arguments = make_joint((), MATRIX, FLOAT64, bias_scale=True).arguments
     message = r"`event_shape` must be \(out, \*rest\) with out = 4 and prod\(rest\) = 3, but got"
     for event_shape in ((3, 4), (4, 3, 2), (4,), ()):
         with pytest.raises(ValueError, match=message):
             AugmentedMatrixNormal(**arguments, event_shape=event_shape)
+    for name in ("column_factor", "row_diagonal", "column_diagonal", "scale", "bias_scale"):
+        message = rf"`{name}` must have the dtype of `row_factor`, torch.float64, .* torch.float32"
+        with pytest.raises(ValueError, match=message):
+            AugmentedMatrixNormal(**arguments | {name: arguments[name].float()})
+        if name != "column_factor":
+            with pytest.raises(ValueError, match=rf"`{name}` must be positive and finite every"):
+                AugmentedMatrixNormal(**arguments | {name: -arguments[name]})
+
+
+ZEROS = torch.zeros(2, *INDUCING).double()
+
+
+@pytest.mark.parametrize(
+    ("u", "scale", "message"),
+    [
+        (ZEROS[0], 1.0, r"`u` must have shape \(\*batch, M_out, M_in\) = \(2, 3, 2\), but got \(3"),
+        (ZEROS.float(), 1.0, "`u` must have the dtype of `row_factor`"),
+        *((ZEROS, wrong, "`conditional_scale` must be positive") for wrong in (0.0, -1.0)),
+        (ZEROS, float("nan"), "`conditional_scale` must be positive and finite everywhere"),
+        (ZEROS, -torch.ones(()).double(), "`conditional_scale` must be positive and finite every"),
+        (
+            *(ZEROS, torch.ones(3).double()),
+            r"`conditional_scale` must broadcast to \(\*batch,\) = \(2,\), but got shape \(3,\)",
+        ),
+        (ZEROS, torch.ones(2).float(), "`conditional_scale` must have the dtype of `row_factor`"),
+    ],
+)
+def test_conditions_that_do_not_fit_are_refused(u, scale, message):
+    with pytest.raises(ValueError, match=message):
+        make_joint((2,), MATRIX, FLOAT64).condition(u, scale)

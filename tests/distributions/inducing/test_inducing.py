@@ -16,6 +16,7 @@ from pyro_structvi.distributions import (
     ConditionalNormal,
     InducingNormal,
     JoinedPrior,
+    MeanFieldNormal,
 )
 from pyro_structvi.structures.inducing.outputs import InducingSide
 from pyro_structvi.testing import check_distribution
@@ -174,6 +175,19 @@ def test_the_density_of_a_mixture_is_the_mean_of_densities():
     close(q.log_prob(value), mixture.log_prob(value.flatten(-2)))
     with pytest.raises(NotImplementedError, match="mixture of normals as inducing weights"):
         make(nested(point_mixture(2))).log_prob(torch.zeros(MATRIX))
+
+
+def test_inducing_weights_that_do_not_fit_are_refused():
+    joint, wrong = make_joint((2,), MATRIX, FLOAT64), torch.zeros(2, 2, 3)
+    inducing = MeanFieldNormal(wrong, torch.tensor(1.0), 2)
+    message = r"must have shape \(\*batch, M_out, M_in\) = \(2, 3, 2\), but got \(2, 2, 3\)"
+    for name, make_wrong in (
+        ("inducing_loc", lambda: InducingNormal(joint, wrong, 1.0, 1.0)),
+        ("whitened", lambda: ConditionalNormal(joint, wrong, 1.0)),
+        ("inducing", lambda: InducingNormal.from_inducing(joint, inducing, 1.0)),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` {message}"):
+            make_wrong()
 
 
 def test_inducing_weights_that_are_drawn_elsewhere_leave_no_law():
