@@ -61,6 +61,10 @@ def test_scales_that_would_enlarge_loc_are_refused():
     message = r"`scale` must broadcast to the shape of `loc` = \(4, 3\), but got shape \(2, 4, 3\)"
     with pytest.raises(ValueError, match=message):
         MeanFieldNormal(torch.zeros(4, 3), torch.ones(2, 4, 3))
+    scale = torch.ones(4, 3)
+    scale[1, 2] = float("inf")
+    with pytest.raises(ValueError, match="`scale` must be positive and finite everywhere"):
+        MeanFieldNormal(torch.zeros(4, 3), scale)
 
 
 def test_validation_can_be_switched_off():
