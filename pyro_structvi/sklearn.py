@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.preprocessing import LabelEncoder, StandardScaler
 from sklearn.utils import check_array, check_consistent_length, check_random_state
-from sklearn.utils.class_weight import compute_sample_weight
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
@@ -84,6 +84,13 @@ class _BayesianMLP(BaseEstimator):
 
     def _fit(self, inputs: Array, targets: Array, weights: Array | None, num_outputs: int) -> Self:
         """Fit the posterior, and keep draws of it."""
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(f'`dtype` must be "float32" or "float64", but got {self.dtype!r}.')
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(
+                "`validation_fraction` must be at least 0 and below 1, but got "
+                f"{self.validation_fraction!r}."
+            )
         self.x_scaler_ = StandardScaler().fit(inputs, sample_weight=weights)
         data = [self._as_inputs(inputs), torch.as_tensor(targets, device=self.device)]
         if data[1].is_floating_point():
@@ -141,7 +148,9 @@ class _BayesianMLP(BaseEstimator):
             order = torch.randperm(num_data, device=data[0].device)
             other = tuple(part[order[:held_out]] for part in data)
             data = tuple(part[order[held_out:]] for part in data)
-            options["validation"] = Validation((other[0], other[1]), every=50, patience=10)
+            metric = partial(_weighted_log_density, other[2]) if len(other) > 2 else None
+            held = other[0], other[1]
+            options["validation"] = Validation(held, metric, every=50, patience=10)
         fit(
             *(self.model_, guide, data),
             num_steps=self.num_steps,
@@ -188,6 +197,11 @@ class _BayesianMLP(BaseEstimator):
         return predict(self.model_, self.draws_, self._as_inputs(inputs), y=y)
 
 
+def _weighted_log_density(weights: Tensor, prediction: Prediction, y: Tensor) -> float:
+    assert prediction.log_density is not None
+    return float(weights @ prediction.log_density / weights.sum())
+
+
 def _as_weights(sample_weight: ArrayLike | None, inputs: Array) -> Array | None:
     """Return the weights of examples, positive for one at least."""
     if sample_weight is None:
@@ -201,6 +215,15 @@ def _as_weights(sample_weight: ArrayLike | None, inputs: Array) -> Array | None:
     if (weights < 0).any() or not weights.any():
         raise ValueError("`sample_weight` must not be negative, and not zero for all examples.")
     return weights
+
+
+def _with_weight(
+    inputs: Array, targets: Array, weights: Array | None
+) -> tuple[Array, Array, Array | None]:
+    """Return the examples of positive weight."""
+    if weights is None:
+        return inputs, targets, None
+    return inputs[weights > 0], targets[weights > 0], weights[weights > 0]
 
 
 class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
@@ -269,8 +292,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         """
         inputs, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         weights = _as_weights(sample_weight, inputs)
-        if weights is not None:
-            inputs, targets, weights = (v[weights > 0] for v in (inputs, targets, weights))
+        inputs, targets, weights = _with_weight(inputs, targets, weights)
         column = np.asarray(targets, dtype=np.float64).reshape(-1, 1)
         self.y_scaler_ = StandardScaler().fit(column, sample_weight=weights)
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
@@ -334,7 +356,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
 
     Args:
         class_weight: Weights of the classes' log likelihoods, a dictionary, or "balanced" for weights
-            inversely proportional to their frequencies.
+            inversely proportional to their frequencies, which count examples by ``sample_weight``.
 
     Attributes:
         model_: The model, of the numbers of classes.
@@ -368,11 +390,14 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         inputs, labels = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(labels)
         weights = _as_weights(sample_weight, inputs)
+        inputs, labels, weights = _with_weight(inputs, labels, weights)
         if self.class_weight is not None:
-            of_classes = compute_sample_weight(self.class_weight, labels)
-            weights = of_classes if weights is None else weights * of_classes
-        if weights is not None:
-            inputs, labels, weights = (v[weights > 0] for v in (inputs, labels, weights))
+            classes, number = np.unique(labels, return_inverse=True)
+            of_classes = compute_class_weight(
+                self.class_weight, classes=classes, y=labels, sample_weight=weights
+            )
+            weights = of_classes[number] if weights is None else weights * of_classes[number]
+            inputs, labels, weights = _with_weight(inputs, labels, weights)
         encoder = LabelEncoder().fit(labels)
         self.classes_ = encoder.classes_
         if len(self.classes_) < 2:

@@ -127,6 +127,40 @@ def test_class_weights_are_weights_of_examples():
     np.testing.assert_allclose(found[0].sum(-1), 1.0)
 
 
+def test_balanced_classes_count_examples_by_their_weights():
+    """An example of weight 2 counts twice, and one of weight 0 is absent."""
+    inputs, labels = load_iris(return_X_y=True)
+    inputs, labels = inputs[::5], labels[::5]
+    number = np.ones(30, dtype=int)
+    number[:3], number[25:] = 2, 0
+    repeated = np.repeat(np.arange(30), number)
+    make = partial(BayesianMLPClassifier, (4,), class_weight="balanced", **POINT)
+    found = make().fit(inputs, labels, sample_weight=number)
+    other = make().fit(inputs[repeated], labels[repeated])
+    np.testing.assert_allclose(found.predict_proba(inputs), other.predict_proba(inputs), rtol=1e-9)
+
+
+def test_held_out_examples_count_by_their_weights():
+    """Noise without weight decides neither the gradients nor when the training stops.
+
+    Each row is there twice. A copy with the same target is predicted better at each further step.
+    """
+    generator = np.random.default_rng(0)
+    inputs, targets = (
+        generator.normal(size=(40, 5)).repeat(2, 0),
+        generator.normal(size=40).repeat(2),
+    )
+    is_copy = np.arange(80) % 2 == 1
+    options = {**POINT, "num_steps": 400, "validation_fraction": 0.25}
+    found = []
+    for copies in (targets, generator.normal(size=80)):
+        own = np.where(is_copy, copies, targets)
+        estimator = BayesianMLPRegressor((20,), **options)
+        estimator.fit(inputs, own, sample_weight=np.where(is_copy, 1e-30, 1.0))
+        found.append(estimator.predict(inputs))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-9)
+
+
 def test_any_guide_is_a_posterior(table):
     inputs, targets = table
     make_guide = partial(ps.KTiedGuide, rank=1)
@@ -143,6 +177,8 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
         ({"posterior": "exact"}, "`posterior` must be one of"),
         ({"activation": "sin"}, "`activation` must be one of"),
         ({"refine": "no"}, "`refine` must be True, False or"),
+        ({"dtype": "float16"}, '`dtype` must be "float32" or "float64"'),
+        ({"validation_fraction": -0.5}, "`validation_fraction` must be at least 0 and below 1"),
     ):
         with pytest.raises(ValueError, match=message):
             BayesianMLPRegressor((4,), **POINT | option).fit(*table)

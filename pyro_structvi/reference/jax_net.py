@@ -84,13 +84,18 @@ class JaxNet:
     """The forward pass of a torch net on JAX arrays.
 
     The net is traced once with :mod:`torch.fx`; each call runs the recorded functions in JAX. ``sites``
-    are the names of the sites that the forward pass uses.
+    are the names of the sites that the forward pass uses, and ``output`` is that of the likelihood.
 
     Raises:
         NotImplementedError: If a function of the net has no translation, or the net cannot be traced.
     """
 
-    def __init__(self, net: nn.Module, site_attributes: list[SiteAttribute]) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        site_attributes: list[SiteAttribute],
+        output: Callable[[Any], Any] | None = None,
+    ) -> None:
         for path, module in net.named_modules(prefix="net"):
             names = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
             if names:
@@ -99,7 +104,7 @@ class JaxNet:
                     "sampler draws from a posterior of everything that is unknown. Make each a site "
                     "with `bayesianize`, or freeze it with `requires_grad_(False)`."
                 )
-        root = _Root(net, site_attributes)
+        root = _Root(net, site_attributes, output)
         with _NoSites(), torch.no_grad():
             graph = _Tracer().trace(root)
         self._inputs = _, sites = [*graph.find_nodes(op="placeholder")]
@@ -128,19 +133,29 @@ class JaxNet:
 
 
 class _Root(nn.Module):
-    """Calls a net with given values of its sites."""
+    """Calls a net with given values of its sites, and reads its output."""
 
-    def __init__(self, net: nn.Module, site_attributes: list[SiteAttribute]) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        site_attributes: list[SiteAttribute],
+        output: Callable[[Any], Any] | None,
+    ) -> None:
         super().__init__()
         self.net = net
         self.site_attributes = site_attributes
+        self.output = output
 
     def forward(self, x: Any, sites: Any) -> Any:
         with ExitStack() as stack:
             for module, attribute, site in self.site_attributes:
                 values = stack.enter_context(site_values(module))
                 values[site_name(module, attribute)] = sites[site]
-            return self.net(x)
+            result = self.net(x)
+            if self.output is not None:
+                return self.output(result)
+            # A traced tensor seems to have any attribute.
+            return result if isinstance(result, fx.Proxy) else getattr(result, "logits", result)
 
 
 class _NoSites(Messenger):

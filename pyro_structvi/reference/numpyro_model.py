@@ -29,6 +29,9 @@ _KINDS = (
     *("Laplace", "LogNormal", "Normal", "StudentT", "Uniform"),
 )
 
+_LIKELIHOODS = (Classifier, BinaryClassifier, PoissonRegressor, Regressor)
+_MEMBERS = ("forward", "run_net", "observe")  # that a subclass may change
+
 
 @dataclass(frozen=True, eq=False)
 class NumPyroModel:
@@ -81,7 +84,8 @@ def to_numpyro(model: Any) -> NumPyroModel:
     Raises:
         TypeError: If the model is none of these.
         ValueError: If the model has no latent site.
-        NotImplementedError: If a prior, a layer or a function of the net has no translation.
+        NotImplementedError: If a prior, a layer, a function of the net or a method of a subclass has no
+            translation.
 
     Example:
         >>> import numpy as np
@@ -94,7 +98,7 @@ def to_numpyro(model: Any) -> NumPyroModel:
         4.161
     """
     likelihood = _likelihood_of(model)
-    net = JaxNet(model.net, _site_attributes(model))
+    net = JaxNet(model.net, _site_attributes(model), model.output)
     priors = {
         name: _translate_prior(name, found.prior)
         for name, found in find_declared_sites(model).items()
@@ -109,10 +113,18 @@ def to_numpyro(model: Any) -> NumPyroModel:
 
 
 def _likelihood_of(model: Any) -> JaxLikelihood:
-    if not isinstance(model, (Classifier, BinaryClassifier, PoissonRegressor, Regressor)):
+    kind = next((each for each in _LIKELIHOODS if isinstance(model, each)), None)
+    if kind is None:
         raise TypeError(
             "`model` must be a Classifier, BinaryClassifier, PoissonRegressor or Regressor, but got "
             f"{type(model).__name__}. Write `Regressor(bayesianize(net), num_data, noise_scale)`."
+        )
+    own = [name for name in _MEMBERS if getattr(type(model), name) is not getattr(kind, name)]
+    if own:
+        raise NotImplementedError(
+            f"A {type(model).__name__} has its own {', '.join(f'`{name}`' for name in own)}, without a "
+            f"translation to NumPyro. Translate a {kind.__name__}, and let its net or `output` compute "
+            "the rest."
         )
     if model.input_mean is not None:
         raise NotImplementedError(

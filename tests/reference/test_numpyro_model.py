@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -248,6 +249,17 @@ def test_bare_frozen_and_tied_layers_are_translated():
     assert set(values) == {"net.0.weight", "net.0.bias", "net.2.bias"}
 
 
+def test_the_output_of_a_likelihood_is_translated():
+    class Named(nn.Linear):
+        def forward(self, x):
+            return SimpleNamespace(logits=super().forward(x))
+
+    x, y = make_data()
+    for output in (lambda result: 3 * result[:, :2], lambda result: result.tanh()[:, 1:]):
+        assert_same_log_joint(Regressor(bayesianize(make_mlp(3), 1.0), 24, 0.3, output), x, y)
+    assert_same_log_joint(Regressor(bayesianize(Named(3, 2), 1.0), 24, 0.3), x, y)
+
+
 def test_sites_written_by_hand_are_translated():
     class Scaled(PyroModule):
         def __init__(self):
@@ -324,6 +336,11 @@ def test_models_without_translation_are_refused():
     points = bayesianize(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5)), normalization=False)
     net, data = bayesianize(nn.Linear(3, 1)), (torch.randn(5, 3), torch.randn(5, 1))
     frozen = nn.Linear(3, 1).requires_grad_(False)
+
+    class Doubled(Regressor):
+        def observe(self, output, plates, y):
+            return super().observe(2 * output, plates, y)
+
     with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got"):
         to_numpyro(nn.Linear(3, 1))
     with pytest.raises(ValueError, match=r"no latent site to sample.*bayesianize\(net"):
@@ -335,6 +352,7 @@ def test_models_without_translation_are_refused():
             make_regressor(nn.Linear(3, 1), dist.Gumbel(0.0, 1.0)),
             r"site 'net\.weight' is a Gumbel, .* Supported are Beta, .*Uniform",
         ),
+        (Doubled(net, 5, 0.3), "A Doubled has its own `observe`, .* Translate a Regressor"),
         (Regressor(by_hand, NUM_DATA, 0.3), r"site 'net\.weight' is a function of its modul"),
         (
             Regressor(points, NUM_DATA, 0.3),
