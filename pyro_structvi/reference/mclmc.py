@@ -10,7 +10,8 @@ from torch.func import vmap
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn_user
-from pyro_structvi.infer.batches import TensorBatches, as_batches
+from pyro_structvi.infer.batches import TensorBatches, as_batches, num_examples
+from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.chains import Chains, Compiled, gradients_of, without_python
 from pyro_structvi.reference.draws import ChainDraws, convergence_of
@@ -99,6 +100,7 @@ def mclmc(
 
     Warns:
         NotMixedWarning: If the largest split R-hat of function values is above 1.1.
+        NumDataWarning: If the model was told of another number of examples than the data have.
         StuckChainWarning: If chains are left out because most of their steps failed.
 
     Example:
@@ -133,6 +135,7 @@ def mclmc(
             "`guide` must be initialized, but it has not found the sites of `model`. Fit it, or call "
             "`guide.initialize(*data)`."
         )
+    set_num_data(model, guide, num_examples(batches))
     start = time.perf_counter()
     with separate_randomness(), evaluation_mode(model), evaluation_mode(guide):
         pyro.set_rng_seed(seed)

@@ -13,6 +13,7 @@ from scipy.integrate import solve_ivp
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.infer.data_warnings import NumDataWarning
 from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.chains import Chains, _kick, gradients_of
 from pyro_structvi.reference.draws import bulk_ess, split_r_hat
@@ -312,6 +313,24 @@ def test_effective_sample_sizes_and_r_hats_are_those_of_arviz(count):
     if count % 2 == 0:
         expected = [az.rhat(values[..., i].numpy(), method="split") for i in range(5)]
         np.testing.assert_allclose(split_r_hat(values), expected, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.mclmc.NotMixedWarning")
+def test_the_examples_of_the_data_count_once():
+    """Of the data of the sampler, which may be others than those of the fit."""
+    told, data, _, covariance = linear_regression()
+    model = ps.Regressor(
+        ps.bayesianize(nn.Linear(3, 1, bias=False), prior=PRIOR), noise_scale=NOISE
+    )
+    guide, part = ps.FullCovarianceGuide(model), (data[0][:5], data[1][:5])
+    ps.fit(model, guide, part, num_steps=50, progress=False)
+    options = {"num_warmup": 300, "num_draws": 200, "energy_variance": 1e-3, "progress": False}
+    deviations = sample(model, guide, data, **options)["net.weight"].squeeze().std(0)
+    torch.testing.assert_close(deviations, covariance.diagonal().sqrt(), rtol=0.2, atol=0.0)
+    own = ps.MeanFieldGuide(told)
+    own.initialize(*data)
+    with pytest.warns(NumDataWarning, match="num_data=20 examples, and `data` has 5"):
+        sample(told, own, part, num_warmup=20, num_draws=4, progress=False)
 
 
 def test_what_cannot_be_sampled_is_refused():
