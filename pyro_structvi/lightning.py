@@ -40,8 +40,9 @@ class StructuredModule(LightningModule):
 
     A mini-batch is a tuple of the model's arguments, the observations last, or a dict of its keyword
     arguments. Training logs ``elbo``, ``log_likelihood``, ``kl`` (in nats) and ``kl_weight``; validation
-    logs ``val_log_density``, the mean log predictive density of an example. A prediction, for each batch
-    of inputs or of ``(*inputs, y)``, is a dict of the tensors that a
+    logs ``val_log_density``, the mean log predictive density of an example, and Lightning adds
+    ``/dataloader_idx_0`` and so on for several loaders. A prediction, for each batch of inputs or of
+    ``(*inputs, y)``, is a dict of the tensors that a
     :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and ``functions``.
 
     On several devices each process has its share of the data, and separate noise. It scales its
@@ -158,7 +159,7 @@ class StructuredModule(LightningModule):
         })
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean log predictive density of the examples of a mini-batch."""
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise TypeError(
@@ -173,7 +174,9 @@ class StructuredModule(LightningModule):
         mean = prediction.log_density.mean()
         self.log("val_log_density", mean, batch_size=len(y), sync_dist=True, prog_bar=True)
 
-    def predict_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
+    def predict_step(
+        self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
+    ) -> dict[str, Any]:
         """Predict for a mini-batch of inputs, or of ``(*inputs, y)``, whose ``y`` is not used."""
         inputs = [batch] if isinstance(batch, (Tensor, Mapping)) else [*batch]
         inputs = inputs[:-1] or inputs

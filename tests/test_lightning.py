@@ -131,6 +131,20 @@ def test_validation_and_prediction():
     assert [prediction["mean"].shape for prediction in only_inputs] == [(8, 1)] * 3
 
 
+def test_several_loaders_are_measured_and_predicted_apart():
+    module, own, other = make(ps.MAPGuide), loader(), loader(6)
+    other.dataset.tensors[1].add_(1.0)
+    train(module)
+    trainer = Trainer(**QUIET)
+    (found, second) = trainer.validate(module, [own, other], verbose=False)
+    for number, each in enumerate((own, other)):
+        x, y = each.dataset.tensors
+        expected = ps.predict(module.model, module.guide, x, y=y, num_samples=1).log_density.mean()
+        value = (found | second)[f"val_log_density/dataloader_idx_{number}"]
+        assert value == pytest.approx(float(expected), rel=1e-6)
+    assert [len(each) for each in trainer.predict(module, [own, other])] == [3, 4]
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     """Of points, which draw nothing: Lightning keeps no random states."""
