@@ -256,7 +256,8 @@ def recipe_of(num_train: int, options: argparse.Namespace) -> str:
     kind = "images" if options.net not in VOCABULARY else "texts"
     pixels = "" if options.size is None else f" of {options.size} x {options.size}"
     precision = ", bfloat16" if options.bfloat16 else ""
-    return f"{num_train} {kind}{pixels}, {options.epochs} epochs{precision}"
+    device = "" if options.device == "cpu" else ", on a GPU"
+    return f"{num_train} {kind}{pixels}, {options.epochs} epochs{precision}{device}"
 
 
 def label_of(name: str, options: argparse.Namespace) -> str:
