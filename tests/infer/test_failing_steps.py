@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.infer.steps.compiled import TIMED
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from tests.infer.test_checked_steps import states, with_statistics
 from tests.models import regression_data
@@ -130,6 +131,22 @@ def test_a_replay_that_fails_where_python_does_not_is_named(monkeypatch):
     torch.testing.assert_close(states(guide), states(other), rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="cannot be compiled: its replay raises: a kernel"):
         svi.step(*data)
+
+
+def test_a_fit_goes_on_by_python_after_a_replay_that_fails(monkeypatch):
+    model, data = with_statistics(), regression_data()
+    guide, replay, failed = ps.MeanFieldGuide(model), ReplayedStep.__call__, []
+
+    def fail_late(step, *args):
+        if len(step.seconds) == TIMED:
+            failed.append(step)
+            refuse()
+        return replay(step, *args)
+
+    monkeypatch.setattr(ReplayedStep, "__call__", fail_late)
+    history = ps.fit(model, guide, data, num_steps=200, progress=False, compiled="traced")
+    assert len(failed) == 1
+    assert len([note for note in history.compilation if "its replay raises: a kernel" in note]) == 1
 
 
 def refuse(*args):

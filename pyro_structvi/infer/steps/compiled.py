@@ -231,12 +231,12 @@ class CompiledStep(EagerStep):
                         step.compile("inductor", call)
                     self._note(f"compiled in {time.perf_counter() - start:.2g} s")
                 except NotCompiledError as error:
-                    self._refuse(step, call, str(error))
+                    self._note(f"not compiled: {error}")
         return numbers
 
     def _refuse(self, step: ReplayedStep, call: Call, reason: str) -> None:
         """Do not compile steps with such arguments from now on."""
-        if step.seconds:  # the record is Python's step, and inductor's is not
+        if step.is_compiled:  # the record is Python's step, and inductor's is not
             step.interpret()
             self._note(f"not compiled: {reason}")
             return

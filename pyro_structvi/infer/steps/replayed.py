@@ -88,9 +88,11 @@ class ReplayedStep:
         taken: The number of steps of this kind.
         eager_seconds: The shortest duration of Python's.
         seconds: The durations of replays.
+        is_compiled: Whether :meth:`compile` has compiled the record.
     """
 
     taken = 1
+    is_compiled = False
     eager_seconds = math.inf
 
     def __init__(self, loss: Loss, optimizer: OneOptimizer, backend: str | None) -> None:
@@ -164,13 +166,13 @@ class ReplayedStep:
         """Compile the record for such calls, and have the next one compared with Python's step."""
         assert self._record is not None
         self._record.compile(backend, [self._kl_weight, *call.tensors])
-        self.to_come = [Phase.COMPARED]
+        self.to_come, self.is_compiled = [Phase.COMPARED], True
 
     def interpret(self) -> None:
         """Run the operations one by one again."""
         assert self._record is not None
         self._record.interpret()
-        self.to_come = []
+        self.to_come, self.is_compiled = [], False
 
     # ---- records ---------------------------------------------------------------------------------
 
