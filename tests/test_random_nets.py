@@ -2,6 +2,8 @@
 
 import copy
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +146,20 @@ def test_draws_in_one_pass_are_those_one_by_one(case):
     torch.testing.assert_close(together.functions, functions, rtol=1e-9, atol=1e-10)
     first = {key: value[0] for key, value in draws.items()}
     torch.testing.assert_close(guide.to_net(first).eval()(x), functions[0], rtol=1e-9, atol=1e-10)
+
+
+@on_random_nets
+def test_a_loaded_posterior_predicts_as_the_saved_one(case):
+    model, name, x, y, seed = case
+    guide = make_guide(model, name, x, y)
+    with tempfile.TemporaryDirectory() as folder:
+        ps.save(Path(folder) / "file", model, guide)
+        loaded = ps.load(Path(folder) / "file", model)
+    found = []
+    for each in (guide, loaded):
+        torch.manual_seed(seed)
+        found.append(ps.predict(model, each, x, num_samples=3).functions)
+    assert torch.equal(*found)
 
 
 @on_random_nets

@@ -12,16 +12,9 @@ import pyro_structvi as ps
 from pyro_structvi.distributions import LowRankNormal
 from pyro_structvi.families import FullCovariance, MeanField, Rowwise
 from pyro_structvi.sites.parameterization import parameters_of_rows
+from tests.guides.test_optima import NUM_DATA, SIZE, low_rank_guide
 from tests.lazy_weights import lazy
 from tests.models import local_latent_function
-
-SIZE, NUM_DATA, PRIOR, NOISE = 7, 20, 2.0, 0.3
-
-
-def low_rank_guide(rank, **options):
-    net = ps.bayesianize(nn.Linear(SIZE, 1, bias=False), prior=PRIOR)
-    return ps.AutoLowRankLRT(ps.Regressor(net, NUM_DATA, NOISE), rank, init_scale=0.1, **options)
-
 
 # ---- constant diagonals --------------------------------------------------------------------------
 

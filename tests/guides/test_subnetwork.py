@@ -253,3 +253,15 @@ def test_what_else_is_refused():
         element_scores.largest({"a": torch.rand(5)}, 6)
     with pytest.raises(ValueError, match="`variances` holds 1 NaN"):
         element_scores.largest({"a": torch.tensor([1.0, torch.nan])}, 1)
+
+
+@pytest.mark.parametrize("train_rest", [False, True])
+def test_training_moves_the_rest_only_if_asked(train_rest):
+    guide, data = make_guide(train_rest=train_rest), regression_data(NUM_DATA)
+    before = guide.median()
+    ps.fit(guide.model, guide, data, num_steps=5, lr=0.02, progress=False)
+    after = guide.median()
+    assert torch.equal(before["net.0.bias"], after["net.0.bias"]) != train_rest
+    assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
+    prediction = ps.predict(guide.model, guide, data[0], num_samples=10)
+    assert (prediction.function_variance > 0).all()

@@ -202,6 +202,16 @@ def test_statistics_are_those_of_the_draws_that_are_taken():
     assert stats["diverging"].dtype == bool
 
 
+def test_it_survives_a_file(tmp_path):
+    (model, draws), (x, y) = sampled_chains(), regression_data()
+    data = ps.to_inference_data(model, draws, x, y, 8)
+    data.to_netcdf(tmp_path / "chains.nc")
+    loaded = az.from_netcdf(tmp_path / "chains.nc")
+    for group, name in (("posterior", "net.0.weight"), ("sample_stats", "diverging")):
+        np.testing.assert_array_equal(loaded[group][name], data[group][name])
+        assert loaded[group][name].dtype == data[group][name].dtype
+
+
 def test_sites_are_chosen_by_name_or_pattern():
     model, (x, y) = make_regressor(), regression_data()
     guide = ps.MeanFieldGuide(model)

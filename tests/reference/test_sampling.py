@@ -13,8 +13,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS, init_to_median
 from pyro.infer import Predictive
+from scipy.stats import norm
 from torch import nn
 
 from pyro_structvi import FanIn, Regressor, bayesianize
@@ -205,6 +207,31 @@ def test_chains_run_in_parallel_where_there_are_devices():
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_posterior_of_a_linear_regression_is_the_closed_form():
+    x, y = make_data(40)
+    prior = {"weight": torch.tensor([0.5, 1.0, 2.0]), "bias": 0.3}
+    model = Regressor(bayesianize(nn.Linear(3, 1), prior), 40, 0.5)
+    draws = nuts(model, x, y, num_samples=1000, progress=False)
+    design = np.column_stack([x.numpy(), np.ones(40)])
+    precision = design.T @ design / 0.25 + np.diag(1 / np.array([0.5, 1, 2, 0.3]) ** 2)
+    mean = np.linalg.solve(precision, design.T @ y.numpy()[:, 0] / 0.25)
+    arrays = draws.grouped()
+    samples = np.concatenate([arrays["net.weight"][:, :, 0], arrays["net.bias"]], axis=-1)
+    # White under the posterior: means 0, products of two coordinates 0, squares 1.
+    white = (samples - mean) @ np.linalg.cholesky(precision)
+    rows, columns = np.tril_indices(4)
+    products = white[..., rows] * white[..., columns]
+    series = np.concatenate([white, products], axis=-1)
+    means = np.concatenate([np.zeros(4), rows == columns])
+    effective = np.minimum(effective_sample_size(series), series[..., 0].size)
+    assert (effective > 200).all()
+    z_values = (series.mean((0, 1)) - means) / series.std((0, 1)) * np.sqrt(effective)
+    assert np.abs(z_values).max() < norm.isf(0.5e-6 / 14)  # a false alarm in 1e6
+    assert draws.divergences == 0
+    assert draws.r_hat < 1.02
 
 
 @pytest.mark.slow
