@@ -253,9 +253,8 @@ def _start_of_member(
 
 def _are_of_one_kind(one: SitePosterior, other: SitePosterior) -> bool:
     ours, theirs = one.family, other.family
-    is_same = ours == theirs or torch.equal(
-        as_tensor(ours), as_tensor(theirs)
-    )  # a family may lack ==
+    # A user's family may lack ``==``.
+    is_same = ours == theirs or torch.equal(as_tensor(ours), as_tensor(theirs))
     return is_same and one.site.names == other.site.names
 
 
@@ -361,7 +360,7 @@ class JointMixture:
 
     @property
     def _has_one_kind(self) -> bool:
-        """Whether the first member, with the parameters of another one, is that member."""
+        """Whether all members have the same families, options and sites, apart from parameters."""
         first, *others = ([*each.all_posteriors()] for each in self._guide.members)
         ways = {each.local_reparam for each in self._guide.members}
         return len(ways) == 1 and all(
