@@ -16,8 +16,10 @@ net "LSTM" predicts the class of a text, and "GPT" the next token.
 Guides are trained by ``fit`` with its default optimizer, the rate of ``--lr``, the KL weight of
 ``--kl-weight``, the initial standard deviation of ``--init-scale`` and the prior ``FanIn(scale)`` with
 ``--prior-scale``. ``--bfloat16`` is mixed precision, for all methods. "From AdamW" always has the rate
-0.03 in the second half of the epochs. "AdamW" has the rate 0.001 unless its name has another, and "IVON"
-(``pip install ivon-opt``) 0.2 and the initial Hessian 0.1, or as its name has; both fall along a cosine.
+0.03 in the second half of the epochs. "Sampled weights" has one sample for a batch in place of samples
+of outputs, and "torch's Adam" the rate 0.001. "AdamW" has the rate 0.001 unless its name has another,
+and "IVON" (``pip install ivon-opt``) 0.2 and the initial Hessian 0.1, or as its name has. All these
+rates fall along a cosine.
 What the file of results has is not measured again; give ``--quick`` a file of its own.
 """
 
@@ -113,12 +115,14 @@ def train(optimizer: Any, step: Callable[..., None], batches: Batches, num_epoch
             decay.step()
 
 
-def by_guide(make_guide: Callable[..., ps.StructuredGuide], **own: Any) -> Callable[..., Any]:
-    """Return the method of a guide, with arguments of ``fit`` of its own."""
+def by_guide(
+    make_guide: Callable[..., ps.StructuredGuide], prior: Any = None, **own: Any
+) -> Callable[..., Any]:
+    """Return the method of a guide, with a prior and arguments of ``fit`` of its own."""
 
     def method(net: nn.Module, batches: Batches, options: Any) -> Probabilities:
-        prior = ps.FanIn(options.prior_scale)
-        bayesian = ps.bayesianize(net, prior=prior, normalization=False)
+        weights = ps.FanIn(options.prior_scale) if prior is None else prior
+        bayesian = ps.bayesianize(net, prior=weights, normalization=False)
         likelihood = ps.Classifier if batches.y.dim() == 1 else ps.TokenClassifier
         model = likelihood(bayesian, num_data=len(batches.x))
         guide = make_guide(model, init_scale=options.init_scale)
@@ -173,6 +177,7 @@ def logits_of(probabilities: Tensor) -> Tensor:
     return probabilities.clamp_min(1e-12).log()
 
 
+mean_field = partial(ps.MeanFieldGuide, local_reparam="exact")
 METHODS: dict[str, Callable[..., Probabilities]] = {
     "AdamW": by_adamw,
     "AdamW, temperature scaling": with_temperature(by_adamw),
@@ -186,17 +191,18 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
     "IVON, Hessian 0.5": partial(by_ivon, hessian=0.5),
     "point": by_guide(ps.MAPGuide),
     "ensemble of 5": by_guide(partial(ps.EnsembleGuide, vectorize=False)),
-    "mean field": by_guide(partial(ps.MeanFieldGuide, local_reparam="exact")),
+    "mean field": by_guide(mean_field),
     "k-tied 2": by_guide(partial(ps.KTiedGuide, local_reparam="exact")),
     "k-tied 2 from AdamW": from_adamw(partial(ps.KTiedGuide, local_reparam="exact")),
     "matrix normal": by_guide(partial(ps.MatrixNormalGuide, local_reparam="exact")),
     "low rank 2": by_guide(partial(ps.LowRankGuide, rank=2, local_reparam="exact")),
     "eigenbasis": by_guide(partial(ps.EigenbasisGuide, local_reparam="exact")),
-    "mean field, whole KL": by_guide(
-        partial(ps.MeanFieldGuide, local_reparam="exact"), kl_weight="annealed"
-    ),
+    "mean field, whole KL": by_guide(mean_field, kl_weight="annealed"),
+    "mean field, prior N(0, 1)": by_guide(mean_field, prior=1.0),
+    "mean field, sampled weights": by_guide(partial(ps.MeanFieldGuide, local_reparam=False)),
+    "mean field, torch's Adam": by_guide(mean_field, optimizer=torch.optim.Adam, lr=1e-3),
 }
-OTHERS = ("IVON", "SGD", "rate", "temperature")
+OTHERS = ("IVON", "SGD", "rate", "temperature", "N(0, 1)", "sampled", "torch's")
 OWN = [name for name in METHODS if not any(word in name for word in OTHERS)]
 
 
