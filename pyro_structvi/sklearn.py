@@ -150,7 +150,8 @@ class _BayesianMLP(BaseEstimator):
             data = tuple(part[order[held_out:]] for part in data)
             metric = partial(_weighted_log_density, other[2]) if len(other) > 2 else None
             held = other[0], other[1]
-            options["validation"] = Validation(held, metric, every=50, patience=10)
+            options["validation"] = Validation(held, metric, every=10, patience=30)
+            options["kl_weight"] = 1.0  # points may be best before an annealed weight has risen
         fit(
             *(self.model_, guide, data),
             num_steps=self.num_steps,
