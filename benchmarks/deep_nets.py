@@ -39,7 +39,7 @@ from tqdm.auto import trange
 
 import pyro_structvi as ps
 from benchmarks.deep_data import BATCH_SIZES, NETS, VOCABULARY, Batches, Data, load
-from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_table
+from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_tables
 from benchmarks.rows import ResultsFile
 from pyro_structvi import metrics
 
@@ -254,7 +254,7 @@ def main() -> None:
         if not results.has(*key):
             torch.manual_seed(seed)
             results.add((*key, *measure(METHODS[name], data, test, foreign, options)))
-    print(deep_nets_table(results.rows))
+    print(deep_nets_tables(results.rows))
 
 
 def recipe_of(num_train: int, options: argparse.Namespace) -> str:

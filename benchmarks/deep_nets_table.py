@@ -1,4 +1,4 @@
-"""The table of deep nets, of a file of results."""
+"""Tables of deep nets, of a file of results."""
 
 from statistics import fmean
 
@@ -7,8 +7,49 @@ from benchmarks.rows import Row, mean_with_error
 
 DEEP_NETS = ("net", "recipe", "method", "seed", "accuracy", "NLL", "seconds", "AUROC")
 
+# Methods with one part of the recipe changed.
+CHANGES = {
+    "none": "mean field, {kl}, {scale}",
+    "the whole KL": "mean field, whole KL, {scale}",
+    "the prior N(0, 1)": "mean field, prior N(0, 1), {kl}, {scale}",
+    "one sample of the weights for a batch": "mean field, sampled weights, {kl}, {scale}",
+    "torch's Adam at a rate of 0.001": "mean field, torch's Adam, {kl}, {scale}",
+    "the initial scale 0.2": "mean field, {kl}, initial scale 0.2",
+}
+RECIPES = {
+    ("MLP", "60000 images, 10 epochs"): {"kl": "KL weight 0.02", "scale": "initial scale 0.02"},
+    ("LSTM", "5000 texts, 10 epochs"): {"kl": "KL weight 0.1", "scale": "initial scale 0.05"},
+}
 
-def deep_nets_table(rows: list[Row]) -> str:
+
+def deep_nets_tables(rows: list[Row]) -> str:
+    """Return the tables of all methods and of changes to the recipe."""
+    changed = {
+        (*net, name.format(**settings))
+        for net, settings in RECIPES.items()
+        for change, name in CHANGES.items()
+        if change != "none"
+    }
+    others = [row for row in rows if row[:3] not in changed]
+    title = "Mean field, with one part of the recipe changed; accuracy in % and negative log likelihood:"
+    return "\n\n".join([_all_methods(others), title, _changes(rows)])
+
+
+def _changes(rows: list[Row]) -> str:
+    body = []
+    for change, name in CHANGES.items():
+        cells = []
+        for net, settings in RECIPES.items():
+            key = (*net, name.format(**settings))
+            runs = [row[4:] for row in rows if row[:3] == key]
+            accuracy = mean_with_error((100 * float(run[0]) for run in runs), "{:.2f}".format)
+            loss = mean_with_error((float(run[1]) for run in runs), "{:.3f}".format)
+            cells.append(f"{accuracy}; {loss}" if runs else "")
+        body.append([change, *cells])
+    return markdown(["change", *(f"{net}, {recipe}" for net, recipe in RECIPES)], body)
+
+
+def _all_methods(rows: list[Row]) -> str:
     """Return the table of all nets and recipes, with means and standard errors over seeds."""
     body, last = [], ()
     for net, recipe, method in dict.fromkeys(row[:3] for row in rows):

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import league_tables, moments_table, paper_tables, uci_priors_table, uci_tables
 from benchmarks.active_table import ACTIVE, active_table
-from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_table
+from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_tables
 from benchmarks.markdown import markdown
 from benchmarks.optimization_table import OPTIMIZATION, optimization_table
 from benchmarks.rows import read_rows
@@ -84,7 +84,7 @@ def tables_of(path: Path) -> str:
     """Return the tables of a file of rows, by its columns."""
     header = tuple(path.read_text().splitlines()[0].split(","))
     if header == DEEP_NETS:
-        return deep_nets_table(read_rows(path, header))
+        return deep_nets_tables(read_rows(path, header))
     if header == ACTIVE:
         return active_table(read_rows(path, header))
     if header == OPTIMIZATION:

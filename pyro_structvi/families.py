@@ -9,7 +9,7 @@ from pyro_structvi.structures.k_tied import KTied
 from pyro_structvi.structures.low_rank import LowRank
 from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
 from pyro_structvi.structures.mean_field import MeanField, PrunedMeanField, TransformedMeanField
-from pyro_structvi.structures.mixture import PointEstimate
+from pyro_structvi.structures.points import PointEstimate
 from pyro_structvi.structures.rowwise import Rowwise
 from pyro_structvi.structures.subnetwork import Subnetwork
 

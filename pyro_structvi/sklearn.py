@@ -27,6 +27,7 @@ from pyro_structvi.posterior import Prediction, predict
 from pyro_structvi.reference.mclmc import NotMixedWarning, mclmc
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.points import are_points
 
 Array = NDArray[Any]
 
@@ -141,9 +142,8 @@ class _BayesianMLP(BaseEstimator):
         guide: StructuredGuide = own(self.model_)
         options: dict[str, Any] = {}
         num_data = len(data[0])
-        is_of_points = guide.is_of_points or isinstance(guide, guides.MAPGuide)
         held_out = int(self.validation_fraction * num_data)
-        if is_of_points and held_out and not self._is_refined(num_data):
+        if are_points(guide.all_posteriors()) and held_out and not self._is_refined(num_data):
             # Points that fit every example learn a noise of nearly nothing.
             order = torch.randperm(num_data, device=data[0].device)
             other = tuple(part[order[:held_out]] for part in data)
@@ -151,7 +151,6 @@ class _BayesianMLP(BaseEstimator):
             metric = partial(_weighted_log_density, other[2]) if len(other) > 2 else None
             held = other[0], other[1]
             options["validation"] = Validation(held, metric, every=10, patience=30)
-            options["kl_weight"] = 1.0  # points may be best before an annealed weight has risen
         fit(
             *(self.model_, guide, data),
             num_steps=self.num_steps,
@@ -183,9 +182,7 @@ class _BayesianMLP(BaseEstimator):
                     seed=int(torch.randint(2**31, ())),
                     progress=self.progress,
                 )
-        size = guide.num_members if guide.is_of_points else NUM_DRAWS
-        if isinstance(guide, guides.MAPGuide):
-            size = 1
+        size = guide.num_members if are_points(guide.all_posteriors()) else NUM_DRAWS
         return guide.joint_posterior().draw_many(range(size))
 
     def _as_inputs(self, inputs: Array) -> Tensor:

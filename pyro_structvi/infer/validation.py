@@ -30,6 +30,8 @@ from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.posterior.prediction import Prediction, predict
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.finding import separate_randomness
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.structures.points import are_points
 
 NUM_DRAWS = 20  # of the guide, with the same noise at each validation
 SEED = 0
@@ -53,7 +55,8 @@ class Validation(CheckedFields):
             at most.
         patience: How many measurements in a row that are no better end the fit. Guide and model then
             have, also where the fit ends otherwise, the parameters and buffers of the best one. While
-            an annealed weight of the KL rises, no measurement counts. When None, nothing ends the fit.
+            an annealed weight of the KL rises, no measurement counts but those of points. When None,
+            nothing ends the fit.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, fit
@@ -128,7 +131,10 @@ class Measurements:
         history.validation_steps.append(done)
         weight = self._loss.elbo.kl_weight
         if isinstance(weight, LinearAnnealing) and done < weight.num_steps:
-            return  # the objective is another one there
+            posteriors = (each for each in self._loss.modules() if isinstance(each, SitePosterior))
+            # The objective is another one there, but points may be best before they overfit.
+            if not are_points(posteriors):
+                return
         if self._best is None or value > self._best:
             self._best, self._waited = value, 0
             if self._options.patience is not None:

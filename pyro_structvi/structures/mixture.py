@@ -1,9 +1,8 @@
-"""Mixtures of posteriors in several basins; points, and mixtures of them: deep ensembles."""
+"""Mixtures of posteriors in several basins, and mixtures of points: deep ensembles."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,9 @@ from pyro_structvi._checks import Count, Program, brief, checked
 from pyro_structvi._torch import inside_jit_trace
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
-from pyro_structvi.sites.family import Family, GuideOptions, as_tensor
+from pyro_structvi.sites.family import GuideOptions, as_tensor
 from pyro_structvi.sites.finding import separate_randomness, starting_at
-from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.site_posterior import (
     How,
     JointPosterior,
@@ -27,7 +26,7 @@ from pyro_structvi.sites.site_posterior import (
     stack_draws,
 )
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.site_distributions import PointMass
+from pyro_structvi.structures.points import MAPGuide, are_points
 from pyro_structvi.weights.site_role import SiteUse
 
 
@@ -138,8 +137,7 @@ class MixtureGuide(StructuredGuide):
     @property
     def is_of_points(self) -> bool:
         """Whether all members are points, so that one draw of each is the whole mixture."""
-        families = [posterior.family for posterior in self.all_posteriors()]
-        return bool(families) and all(isinstance(each, PointEstimate) for each in families)
+        return are_points(self.all_posteriors())
 
     @property
     def _uses(self) -> dict[str, SiteUse]:  # type: ignore[override]
@@ -389,52 +387,6 @@ class _With(nn.Module):
 
     def forward(self, read: Reader[T]) -> T:
         return read(self.guide, self.guide.joint_posterior())
-
-
-@dataclass(frozen=True)
-class PointEstimate(Family):
-    """A point; the parameter is ``loc (*shape)``, unconstrained.
-
-    The loss is the negative log posterior density of the site's value, or with ``kl_weight=0`` the
-    negative log likelihood.
-
-    Example:
-        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
-        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
-        >>> guide = StructuredGuide(model, {"*": PointEstimate()})
-        >>> sum(parameter.numel() for parameter in guide.parameters())
-        15
-    """
-
-    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
-
-    def fits(self, site: LatentSite) -> bool:
-        return has_bijection(site.support)
-
-    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        return {"loc": bijection_onto(site.support).inv(loc).clone()}
-
-    def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMass:
-        value = bijection_onto(site.support)(parameters["loc"])
-        return PointMass(value, site.event_dim, validate_args=False)
-
-
-class MAPGuide(StructuredGuide):
-    """A maximum a posteriori estimate of every site; with ``kl_weight=0`` maximum likelihood.
-
-    Args:
-        model: A ``PyroModule`` or any callable with latent sites.
-        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
-
-    Example:
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
-        >>> sum(parameter.numel() for parameter in MAPGuide(model).parameters())
-        160400
-    """
-
-    def __init__(self, model: Callable[..., Any], **options: Unpack[GuideOptions]) -> None:
-        super().__init__(model, {"*": PointEstimate()}, **options)
 
 
 class EnsembleGuide(MixtureGuide):

@@ -17,7 +17,7 @@ from pyro_structvi.nn.regressors import Regressor
 from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.mixture import PointEstimate
+from pyro_structvi.structures.points import PointEstimate
 from pyro_structvi.testing.contracts import Contract, fixed_seed
 from pyro_structvi.testing.guides import check_state, differences, elbo_gradients
 from pyro_structvi.testing.weights import linear

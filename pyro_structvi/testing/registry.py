@@ -15,7 +15,8 @@ from pyro_structvi.structures.k_tied import KTiedGuide
 from pyro_structvi.structures.low_rank import AutoLowRankLRT
 from pyro_structvi.structures.matrix_normal import MatrixNormalGuide
 from pyro_structvi.structures.mean_field import MeanFieldGuide
-from pyro_structvi.structures.mixture import EnsembleGuide, MAPGuide, MixtureGuide
+from pyro_structvi.structures.mixture import EnsembleGuide, MixtureGuide
+from pyro_structvi.structures.points import MAPGuide
 from pyro_structvi.structures.rowwise import RowwiseGuide
 
 Place = Literal["tests", "demo", "benchmarks"]
