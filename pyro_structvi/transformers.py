@@ -6,6 +6,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,16 @@ from pyro_structvi.posterior import predict
 __all__ = ["StructuredTrainer", "draws_as_adapters", "generate_from_mixture"]
 
 IGNORED = -100  # the label of padding in transformers
+WARPING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+)
 
 
 class StructuredTrainer(Trainer):
@@ -198,15 +209,17 @@ def _need_no_frozen(bound: nn.Module, found: Any) -> None:
 def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftModel:
     """Return a net of peft with draws of a posterior as adapters on one base.
 
-    The net is a copy in evaluation mode. Its adapter "default" has the posterior mean, and "draw0",
-    "draw1", ... are draws, for ``set_adapter``, ``save_pretrained``, and batches with ``adapter_names``.
+    The net is a copy in evaluation mode. Its active adapter has the posterior mean, and "draw0",
+    "draw1", ... are draws, for ``set_adapter``, ``save_pretrained``, and for LoRA batches with
+    ``adapter_names``.
 
     Args:
         guide: The guide of a likelihood around a net of peft.
         num_draws: The number of draws.
 
     Raises:
-        TypeError: If the net is no net of peft.
+        TypeError: If the model is no likelihood around a net of peft.
+        ValueError: If the posterior has weights outside of the active adapter.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model
@@ -217,19 +230,30 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
         ['default', 'draw0', 'draw1']
     """
     net: Any = guide.to_net()
-    if not isinstance(net, PeftModel):
+    if not isinstance(net, PeftModel) or not isinstance(poutine.unwrap(guide.model), Likelihood):
         raise TypeError(
-            f"`guide` must be of a model around a net of peft, but its net is {brief(net)}. Call "
-            "`peft.get_peft_model(net, config)` before `bayesianize`."
+            "`guide` must be of a likelihood around a net of peft, but its model is "
+            f"{brief(guide.model)} with the net {brief(net)}. Call `peft.get_peft_model(net, config)` "
+            "before `bayesianize`, and pass its result to a `Classifier` or another likelihood."
         )
-    config, states = net.peft_config[net.active_adapter], []
+    active = net.active_adapter
+    config, states = net.peft_config[active], []
     own = {name: value.data for name, value in net.named_parameters() if value.requires_grad}
     mean = {name: value.clone() for name, value in own.items()}
     draws = guide.joint_posterior().draw_many(range(num_draws))
+    drawn = [name for name in own if f"net.{name}" in draws]
+    outside = [name for name in drawn if active not in name.split(".")]
+    if outside:
+        raise ValueError(
+            f"`guide` must have a posterior over the adapter '{active}' only, but {outside} are outside "
+            "of it, and adapters share them. Name their modules in `modules_to_save` of the config, or "
+            "take a net for each draw, `guide.to_net(guide.draw())`."
+        )
     for number in range(num_draws):
-        for name in own:
-            own[name].copy_(draws[f"net.{name}"][number] if f"net.{name}" in draws else mean[name])
-        states.append({key: v.clone() for key, v in get_peft_model_state_dict(net).items()})
+        for name in drawn:
+            own[name].copy_(draws[f"net.{name}"][number])
+        state = get_peft_model_state_dict(net, adapter_name=active)
+        states.append({key: value.clone() for key, value in state.items()})
     for name, value in mean.items():
         own[name].copy_(value)
     for number, state in enumerate(states):
@@ -263,7 +287,8 @@ def generate_from_mixture(
         draws.
 
     Raises:
-        ValueError: If the net has no draws.
+        ValueError: If the net has no draws, or its kind of adapters has no batches with a name for each
+            row, or if an option would change nothing.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model
@@ -282,6 +307,24 @@ def generate_from_mixture(
     if not draws:
         raise ValueError(
             "`net` must have draws as adapters, but has none. Pass `draws_as_adapters(guide)`."
+        )
+    if not hasattr(
+        net.base_model, "_enable_peft_forward_hooks"
+    ):  # peft leaves the names out in silence
+        raise ValueError(
+            "`net` must have adapters whose rows of a batch may have separate names, such as LoRA, but "
+            f"has {net.peft_type.value}. Generate at each draw: `net.set_adapter('draw0')`."
+        )
+    unused = [name for name in WARPING if name in options]
+    if unused:
+        raise ValueError(
+            f"`options` must have none of {unused}, which `generate` uses only where it samples itself. "
+            "Write `warpers=[TemperatureLogitsWarper(0.7)]`, or another warper of transformers."
+        )
+    if sample and options.get("num_beams", 1) > 1:
+        raise ValueError(
+            "`num_beams` must be 1 where tokens are sampled, but got "
+            f"{options['num_beams']}. Write `sample=False` for beams."
         )
     size, count = len(next(iter(inputs.values()))), len(draws)
     rows = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in inputs.items()}

@@ -5,6 +5,7 @@ import functools
 import re
 from pathlib import Path
 
+import pyro
 import pytest
 import torch
 
@@ -73,10 +74,44 @@ def test_draws_are_adapters_of_one_net(tmp_path):
     assert torch.equal(loaded(**inputs()).logits, expected[2])
 
 
+def test_draws_are_those_of_the_active_adapter():
+    net = adapters(base())
+    net.add_adapter("other", net.peft_config["default"])
+    net.set_adapter("other")
+    _, guide = make(net=net)
+    torch.manual_seed(3)
+    found = hf.draws_as_adapters(guide, 1)
+    torch.manual_seed(3)
+    draws = guide.joint_posterior().draw_many(range(1))
+    expected = guide.to_net({name: draw[0] for name, draw in draws.items()})(**inputs()).logits
+    assert not torch.allclose(found(**inputs()).logits, expected)
+    found.set_adapter("draw0")
+    assert torch.equal(found(**inputs()).logits, expected)
+
+
+def test_weights_that_adapters_share_are_refused():
+    net = adapters(base())
+    net.base_model.model.lm_head.requires_grad_(True)
+    _, guide = make(net=net)
+    with pytest.raises(ValueError, match=r"'default' only, but .*lm_head.weight'\] are outside"):
+        hf.draws_as_adapters(guide)
+
+
+class Around(pyro.nn.PyroModule):
+    def __init__(self, net):
+        super().__init__()
+        self.inner = net
+
+    def forward(self, x, y=None):
+        return self.inner(**x).logits
+
+
 def test_a_net_without_adapters_is_refused():
     _, guide = make(net=base())
-    with pytest.raises(TypeError, match="`guide` must be of a model around a net of peft"):
-        hf.draws_as_adapters(guide)
+    own = ps.MeanFieldGuide(Around(ps.bayesianize(adapters(base()), prior=0.3)))
+    for each in (guide, own):
+        with pytest.raises(TypeError, match="`guide` must be of a likelihood around a net of peft"):
+            hf.draws_as_adapters(each)
     with pytest.raises(ValueError, match="`net` must have draws as adapters"):
         hf.generate_from_mixture(adapters(base()), inputs())
 
@@ -156,6 +191,21 @@ def test_beams_of_the_mixture():
         assert found[row, -2:].tolist() == [best // WORDS, best % WORDS]
     several = hf.generate_from_mixture(net, given, num_return_sequences=3, **options)
     assert torch.equal(several[::3], found)
+
+
+def test_what_the_mixture_would_leave_out_is_refused():
+    _, guide = make()
+    net = hf.draws_as_adapters(guide, 2)
+    with pytest.raises(ValueError, match=r"none of \['temperature'\].*Write `warpers="):
+        hf.generate_from_mixture(net, inputs(), sample=True, temperature=0.5)
+    with pytest.raises(
+        ValueError, match="`num_beams` must be 1 where tokens are sampled, but got 3"
+    ):
+        hf.generate_from_mixture(net, inputs(), sample=True, num_beams=3)
+    config = peft.LoHaConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    _, guide = make(net=peft.get_peft_model(base(), config))
+    with pytest.raises(ValueError, match=r"rows of a batch .*, such as LoRA, but has LOHA"):
+        hf.generate_from_mixture(hf.draws_as_adapters(guide, 2), inputs())
 
 
 def test_scores_of_sequences_are_those_of_the_nets_at_the_draws():
