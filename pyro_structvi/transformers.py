@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -30,6 +31,19 @@ from pyro_structvi.posterior import predict
 __all__ = ["StructuredTrainer", "draws_as_adapters", "generate_from_mixture"]
 
 IGNORED = -100  # the label of padding in transformers
+# Arguments of the optimizer and the loss that Trainer makes.
+UNUSED = (
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+)
+UNUSED_OPTIONS = ("compute_loss_func", "optimizer_cls_and_kwargs")
 WARPING = (
     "temperature",
     "top_k",
@@ -54,7 +68,8 @@ class StructuredTrainer(Trainer):
     so each of N training examples has an equal share of the KL, and accumulated gradients are those of
     one large batch. Processes have separate noise. Logs have ``kl``, in nats, and ``kl_weight``.
 
-    ``eval_loss`` is minus the log predictive density per label. ``compute_metrics`` has the predictive
+    ``eval_loss`` is minus the log predictive density per label of a mini-batch, and as for any Trainer
+    the mean over mini-batches counts their examples, not labels. ``compute_metrics`` has the predictive
     mean: probabilities, of ``labels[:, 1:]`` where ``shift=True``. Checkpoints have the state of the
     guide and of the model, without frozen parameters.
 
@@ -69,7 +84,8 @@ class StructuredTrainer(Trainer):
         **options: Further arguments of ``Trainer``, such as ``train_dataset``.
 
     Raises:
-        ValueError: If one process has several GPUs, or the ``ignore_index`` of the model is not -100.
+        ValueError: If one process has several GPUs, the ``ignore_index`` of the model is not -100, or an
+            argument is of another loss or optimizer, such as ``weight_decay``.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -110,6 +126,15 @@ class StructuredTrainer(Trainer):
                 f"`model` must have `ignore_index={IGNORED}`, by which the Trainer counts labels, but "
                 f"got {ignored}. Write `labels.masked_fill(padding, {IGNORED})`, and leave "
                 "`ignore_index` out."
+            )
+        default = {each.name: each.default for each in fields(TrainingArguments)}
+        unused = [name for name in UNUSED if getattr(args, name) != default[name]]
+        unused += [name for name in UNUSED_OPTIONS if options.get(name) is not None]
+        if unused:
+            raise ValueError(
+                f"A trainer of the bound uses none of {unused}: the loss is the bound, its prior takes "
+                "the place of a decay of weights, and the optimizer is StructuredAdam. Leave them out, "
+                "or pass another optimizer by `optimizers=(optimizer, schedule)`."
             )
         self._kl_weight = kl_weight
         super().__init__(_Bound(model, guide, num_samples), args, **options)

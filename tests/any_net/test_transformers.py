@@ -223,6 +223,20 @@ def test_a_head_without_a_prior_is_trained_and_kept(tmp_path):
     assert torch.equal(head, next(iter(model.parameters())))
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("weight_decay", 0.1), ("optim", "adafactor"), ("label_smoothing_factor", 0.1)],
+)
+def test_arguments_of_another_loss_or_optimizer_are_refused(option, value, tmp_path):
+    model, guide = make()
+    hf.StructuredTrainer(model, guide, arguments(tmp_path))
+    with pytest.raises(ValueError, match=f"uses none of \\['{option}'\\]"):
+        hf.StructuredTrainer(model, guide, arguments(tmp_path, **{option: value}))
+    kind = torch.optim.SGD, {"lr": 0.1}
+    with pytest.raises(ValueError, match=r"uses none of \['optimizer_cls_and_kwargs'\]"):
+        hf.StructuredTrainer(model, guide, arguments(tmp_path), optimizer_cls_and_kwargs=kind)
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path):
     model, guide = make()
     model.num_data = SIZE
