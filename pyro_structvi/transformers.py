@@ -220,6 +220,10 @@ class _Bound(nn.Module):
 def _leave_frozen_out(bound: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
     for key in frozen_keys(bound):
         state.pop(prefix + key, None)
+    first: dict[int, str] = {}
+    for key, value in state.items():
+        if value.numel() and first.setdefault(value.data_ptr(), key) != key:
+            state[key] = value.clone()  # tied ones, which safetensors refuse
 
 
 def _need_no_frozen(bound: nn.Module, found: Any) -> None:

@@ -223,6 +223,19 @@ def test_a_head_without_a_prior_is_trained_and_kept(tmp_path):
     assert torch.equal(head, next(iter(model.parameters())))
 
 
+def test_tied_weights_without_a_prior_are_kept(tmp_path):
+    net = base()
+    net.lm_head.weight = net.model.embed_tokens.weight
+    model = ps.TokenClassifier(ps.bayesianize(net, {"*q_proj*": 0.3, "*": None}), shift=True)
+    train(model, ps.MeanFieldGuide(model), tmp_path, save_strategy="steps", save_steps=6)
+    from safetensors.torch import load_file
+
+    state = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    trained = model.net.model.embed_tokens.weight
+    for name in ("model.embed_tokens", "lm_head"):
+        assert torch.equal(state[f"model.net.{name}.weight"], trained)
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("weight_decay", 0.1), ("optim", "adafactor"), ("label_smoothing_factor", 0.1)],
