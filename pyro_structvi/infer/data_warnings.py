@@ -49,6 +49,8 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
     Raises:
         ValueError: If neither model nor data say how many, or the guide is of another model.
     """
+    if isinstance(guide, StructuredGuide):
+        guide.take_model(model)
     model = poutine.unwrap(model)
     own = poutine.unwrap(guide.model) if isinstance(guide, StructuredGuide) else None
     are_modules = isinstance(own, nn.Module) and isinstance(model, nn.Module)

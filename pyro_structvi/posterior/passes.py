@@ -56,6 +56,7 @@ def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
         got = "the model. Pass the guide that was fitted to it"
     else:
         if isinstance(posterior, StructuredGuide):
+            posterior.take_model(model)
             posterior.warn_of_other_model()
         return
     raise TypeError(f"`posterior` must be a guide or a dict of draws by site, but got {got}.")

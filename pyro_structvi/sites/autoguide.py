@@ -122,12 +122,32 @@ class OwningAutoGuide(AutoGuide):
     __getattr__ = nn.Module.__getattr__
     __setattr__ = nn.Module.__setattr__
     __delattr__ = nn.Module.__delattr__
+    __setstate__ = (
+        nn.Module.__setstate__
+    )  # that of AutoGuide makes a guide the master of its members
 
     @property
     def model(self) -> Callable[..., Any] | None:
         """The model, or None after unpickling."""
         model: Callable[..., Any] | None = self._model[0]
         return model
+
+    @property
+    def needed_model(self) -> Callable[..., Any]:
+        """The model, or a ``RuntimeError`` after unpickling."""
+        if self.model is None:
+            raise RuntimeError(
+                "This guide was unpickled without its model. Pass both to `predict(model, guide, x)` or "
+                "`fit`, which give the guide its model; or make a new guide from the model and call "
+                "`new.load_state_dict(old.state_dict())`."
+            )
+        return self.model
+
+    def take_model(self, model: Callable[..., Any]) -> None:
+        """Give its model to a guide that was unpickled without one, and to its members."""
+        for part in self.modules():
+            if isinstance(part, OwningAutoGuide) and part.model is None:
+                part._model = (model,)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the existing parameters, and record that an optimizer may have them."""

@@ -96,19 +96,20 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
         net.0.weight  (8, 4)  trained                                         32
         net.0.bias    (8,)    trained                                         8
     """
-    check_call(self.model, args, kwargs)
+    model = self.needed_model
+    check_call(model, args, kwargs)
     with separate_randomness():
         if not self.is_initialized:
             self.initialize(*args, **kwargs)
-        with trial_run(self.model), DelayDraws():
+        with trial_run(model), DelayDraws():
             drawn = poutine.trace(self).get_trace(*args, **kwargs)
-            poutine.replay(self.model, trace=drawn)(*args, **kwargs)
+            poutine.replay(model, trace=drawn)(*args, **kwargs)
     sites = [
         _report_site(name, self[name], use, drawn.nodes)
         for name, use in self.uses.items()
         if name in drawn.nodes
     ]
-    return GuideReport((*sites, *_report_others(poutine.unwrap(self.model))))
+    return GuideReport((*sites, *_report_others(poutine.unwrap(model))))
 
 
 def _report_site(

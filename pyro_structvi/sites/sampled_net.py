@@ -38,7 +38,7 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
         >>> guide.to_net()
         Linear(in_features=3, out_features=1, bias=True)
     """
-    model = poutine.unwrap(self.model)
+    model = poutine.unwrap(self.needed_model)
     found = [model.net] if isinstance(model, Likelihood) else _outermost(model)
     if len(found) != 1:
         raise TypeError(
@@ -198,7 +198,7 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
     """
     draws = self.joint_posterior().draw_many(range(num_samples))
     each = ({name: draw[i] for name, draw in draws.items()} for i in range(num_samples))
-    output = getattr(poutine.unwrap(self.model), "output", None)
+    output = getattr(poutine.unwrap(self.needed_model), "output", None)
     return SampledFunctions((to_net(self, draw).eval() for draw in each), output)
 
 

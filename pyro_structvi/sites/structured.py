@@ -146,19 +146,15 @@ class StructuredGuide(OwningAutoGuide):
             ValueError: If a pattern matches no site, a weight has no family, or there is no latent site.
             RuntimeError: If the guide was unpickled and has no model.
         """
-        if self.model is None:
-            raise RuntimeError(
-                "This guide was unpickled without its model. Make a new guide from the model and call "
-                "`new.load_state_dict(old.state_dict())`."
-            )
+        model = self.needed_model
         with separate_randomness(), self.warning_of_new_parameters():
-            found = find_sites_by_running(self.model, args, kwargs)
+            found = find_sites_by_running(model, args, kwargs)
             check_patterns(found, self.families)
             self._adopt(found)
         # In the order of execution, as Pyro's mean-field ELBO expects.
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
         with separate_randomness():
-            trace_gradient_paths(self.model, args, kwargs, self._uses)
+            trace_gradient_paths(model, args, kwargs, self._uses)
         self._initialized = True
         warn_of_unused(found, self._uses)
         warn_of_other_rows(self._uses)

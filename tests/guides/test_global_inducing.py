@@ -309,8 +309,16 @@ def test_it_is_saved_without_its_model():
     x, model = torch.randn(6, 2), make_model(2, 3, 1)
     guide = ps.GlobalInducingGuide(model, x)
     assert_same_draws(guide, copy.deepcopy(guide))
-    with pytest.raises(RuntimeError, match="unpickled without its model"):
-        pickle.loads(pickle.dumps(guide)).draw()
+    unpickled = pickle.loads(pickle.dumps(guide))
+    for use in (unpickled.draw, unpickled.to_net, lambda: unpickled.report(x, torch.zeros(6, 1))):
+        with pytest.raises(RuntimeError, match="unpickled without its model"):
+            use()
+    found = []
+    for each in (guide, unpickled):
+        torch.manual_seed(1)
+        found.append(ps.predict(model, each, x, num_samples=3).functions)
+    assert torch.equal(*found)
+    assert_same_draws(guide, unpickled)
     with pytest.raises(RuntimeError, match="size mismatch"):
         ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
 

@@ -137,6 +137,14 @@ def test_a_pickle_carries_no_data_and_no_model():
     make_svi(model, loaded).step(*data)
 
 
+def test_an_unpickled_mixture_is_trained():
+    model, data = make_regressor(), regression_data()
+    guide = ps.MixtureGuide(model, ps.KTiedGuide, 2)
+    loaded = pickle.loads(pickle.dumps(guide))
+    ps.fit(model, loaded, data, num_steps=2, progress=False, compiled=False)
+    assert all(member.model is model for member in (loaded, *loaded.members))
+
+
 def test_sites_of_functions_come_in_the_order_of_execution_whatever_their_names():
     names = ["last", "first", "a.b", "a/b", "values", "training"]
 

@@ -246,7 +246,7 @@ class Propagation(Coupling):
     """A run of the net on the inducing points, which draws each weight given its inputs."""
 
     def __init__(
-        self, posteriors: Iterable[SitePosterior], model: Callable[..., Any] | None, inputs: Tensor
+        self, posteriors: Iterable[SitePosterior], model: Callable[..., Any], inputs: Tensor
     ) -> None:
         self._posteriors = {each.site.name: each for each in posteriors}
         super().__init__(self._posteriors)
@@ -261,11 +261,6 @@ class Propagation(Coupling):
                 "in closed form. Take those of draws: `guide.draw()`."
             )
         model, inputs = self._run_on
-        if model is None:
-            raise RuntimeError(
-                "This guide was unpickled without its model, which its draws run. Make a new guide from "
-                "the model and call `new.load_state_dict(old.state_dict())`."
-            )
         found: dict[str, Any] = {}
 
         def note(name: str, distribution: Any) -> Tensor:

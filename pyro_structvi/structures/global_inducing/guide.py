@@ -194,7 +194,6 @@ class GlobalInducingGuide(StructuredGuide):
         self, own: list[SitePosterior], others: Mapping[str, Tensor], inputs: Tensor
     ) -> dict[str, Tensor]:
         """Return the inputs of weights that depend on other weights, in a run with initial weights."""
-        assert self.model is not None
         starts = {each.site.name: each.value("loc").detach().requires_grad_() for each in own}
         values = {name: value.detach().requires_grad_() for name, value in others.items()}
         met: dict[str, Tensor] = {}
@@ -205,7 +204,7 @@ class GlobalInducingGuide(StructuredGuide):
             return starts[name]
 
         with naming("inputs", inputs), separate_randomness(), torch.enable_grad():
-            Run(own, draw, values).run(self.model, inputs)
+            Run(own, draw, values).run(self.needed_model, inputs)
         missing = [name for name in starts if name not in met]
         if missing:
             raise RuntimeError(
@@ -241,7 +240,7 @@ class GlobalInducingGuide(StructuredGuide):
     def _couplings(self) -> Iterable[Coupling]:  # type: ignore[override]
         if self.inducing_inputs is None:
             return
-        yield Propagation([*self._own_posteriors()], self.model, self.inducing_inputs)
+        yield Propagation([*self._own_posteriors()], self.needed_model, self.inducing_inputs)
 
 
 def _depends_on(rows: Tensor, values: list[Tensor]) -> bool:
