@@ -14,6 +14,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.full_covariance import FullCovariance
 from pyro_structvi.structures.k_tied import KTied
 from pyro_structvi.structures.mean_field import MeanField, PrunedNormal
+from pyro_structvi.structures.mixture import MixtureGuide
 from pyro_structvi.weights.weight_distribution import GaussianWeight, noise_columns
 
 
@@ -28,6 +29,7 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
 
     Raises:
         ValueError: If no weight has mean field.
+        TypeError: If the guide is a mixture.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -63,6 +65,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
 
     Raises:
         ValueError: If no site has a Gaussian posterior with another family.
+        TypeError: If the guide is a mixture.
         MemoryError: If training a site would take more than ``max_memory``.
 
     Example:
@@ -101,6 +104,11 @@ def _replace(
     guide: StructuredGuide, make: Callable[[SitePosterior], SitePosterior | None], needed: str
 ) -> StructuredGuide:
     """Return a copy of a guide with new posteriors; ``make`` returns None for sites that stay."""
+    if isinstance(guide, MixtureGuide):
+        raise TypeError(
+            "`guide` must have one posterior for each site, but is a mixture. Call this for one of "
+            "`guide.members`."
+        )
     new = copy.deepcopy(guide)
     families: dict[str, Family] = {}
     with torch.no_grad():

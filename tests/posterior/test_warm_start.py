@@ -113,6 +113,12 @@ def test_filters_and_other_families_keep_their_kind():
 
 
 def test_what_is_refused():
+    mixture = ps.MixtureGuide(make_regressor(), ps.MeanFieldGuide, 2)
+    for start in (warm_start.full_covariance_from, warm_start.k_tied_from_mean_field):
+        with pytest.raises(
+            TypeError, match=r"but is a mixture\. Call this for one of `guide\.members`"
+        ):
+            start(mixture)
     model = make_regressor()
     with pytest.raises(ValueError, match="must have mean field at some weight"):
         warm_start.k_tied_from_mean_field(ps.KTiedGuide(model))
