@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise ImportError('BoTorch is needed: `pip install "pyro-structvi[botorch]"`.') from error
 
-from pyro_structvi._checks import Count, Positive, Program, check_shape, checked
+from pyro_structvi._checks import Count, Positive, Program, check_shape, checked, shape_text
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer import fit
 from pyro_structvi.posterior import predict
@@ -124,8 +124,15 @@ class StructuredModel(EnsembleModel):
         """Return functions ``(S, *batch, q, m)``."""
         rows = x.reshape(-1, x.shape[-1])
         found = predict(self.model, draws, rows, differentiable=torch.is_grad_enabled())
-        assert found.functions is not None
-        shaped: Tensor = found.functions.reshape(-1, *x.shape[:-1], self._num_outputs)
+        functions, size = found.functions, self._num_outputs
+        assert functions is not None
+        if functions.shape[2:] != (size,) and (functions.dim() > 2 or size > 1):
+            raise ValueError(
+                f"`model` must return means of {size} outcomes, those of `data`, (n, {size}), but its "
+                f"outputs are {shape_text(functions.shape[1:])} for {len(rows)} inputs. Pass a "
+                "`Regressor` and all outcomes that it was fitted to."
+            )
+        shaped: Tensor = functions.reshape(-1, *x.shape[:-1], size)
         return shaped
 
     @checked

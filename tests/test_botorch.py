@@ -169,6 +169,18 @@ def test_conditioning_fits_a_copy_to_all_data():
     assert other.num_draws == 6
 
 
+def test_outputs_that_are_no_outcomes_are_refused():
+    model, (x, y) = make(outcomes=2), data()
+    net = ps.bayesianize(nn.Linear(2, 3), prior=1.0)
+    classifier = ps.Classifier(net)
+    of_classes = ps.MeanFieldGuide(classifier)
+    for own, guide in ((model.model, model.guide), (classifier, of_classes)):
+        wrong = StructuredModel(own, guide, (x, y), 4)
+        for use in (wrong.posterior, wrong.sample(0).posterior):
+            with pytest.raises(ValueError, match=r"`model` must return means of 1 outcomes"):
+                use(x[:5])
+
+
 def test_other_draws_and_data_are_refused():
     model, (x, y) = make(), data()
     for number in (-1, 6):

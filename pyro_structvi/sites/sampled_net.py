@@ -123,9 +123,9 @@ class SampledFunctions(nn.Module):
     """S functions of one net, each with a sample of all weights, in one pass of ``vmap``.
 
     The weights are buffers, so the module moves between devices and has a state dict. It is
-    differentiable in its inputs, and ``torch.export`` takes it as one graph, of any batch size without
-    batch normalization. Frozen parameters and buffers are kept once, and layers before the first
-    sampled weight run once for all functions.
+    differentiable in its inputs, and ``torch.export`` takes it as one graph: of any batch size for
+    linear layers, convolutions and activations, and of one size for other layers. Frozen parameters and
+    buffers are kept once, and layers before the first sampled weight run once for all functions.
 
     Args:
         nets: Plain nets of one class, with separate weights, and equal frozen parameters and buffers.
