@@ -108,12 +108,19 @@ def batches_of(
     return found
 
 
+def draws_of_points(guide: Any) -> int | None:
+    """Return the number of draws that are all of a mixture of points with equal weights, else None."""
+    if not getattr(guide, "is_of_points", False):
+        return None
+    is_equal = bool((guide.weights == guide.weights[0]).all())
+    members: int = guide.num_members
+    return members if is_equal else None
+
+
 def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     """Return the number of draws."""
     if not isinstance(posterior, Mapping):
-        is_of_points = getattr(posterior, "is_of_points", False)
-        members = getattr(posterior, "num_members", 1)
-        return num_samples or (members if is_of_points else DEFAULT_NUM_SAMPLES)
+        return num_samples or draws_of_points(posterior) or DEFAULT_NUM_SAMPLES
     sizes = {name: len(draws) for name, draws in posterior.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"All sites must have the same number of draws, but got {sizes}.")

@@ -174,7 +174,8 @@ def predict(
         *inputs: The model's inputs, each a tensor or a mapping of tensors with the N examples first. Or
             one ``DataLoader`` or other iterable of mini-batches, inputs or tuples ``(*inputs, y)``, all
             kept in memory.
-        num_samples: Number of draws; None for all given draws, or 100 draws of a guide.
+        num_samples: Number of draws; None for all given draws, each member of an ensemble of points, or
+            100 draws of another guide, and of an ensemble with unequal weights.
         y: Observations for the predictive density.
         batch_size: Inputs in a mini-batch; None for all.
         stream: Whether to keep averages only, so that memory does not grow with the number of draws.

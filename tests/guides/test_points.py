@@ -263,8 +263,9 @@ def test_a_prediction_is_the_weighted_mixture():
     each = [
         ps.predict(model, member, x, y=y, num_samples=1).log_density for member in guide.members
     ]
-    found = ps.predict(model, guide, x, y=y, num_samples=4).log_density
-    near(found, (torch.stack(each) + guide.weights.log().unsqueeze(-1)).logsumexp(0))
+    expected = (torch.stack(each) + guide.weights.log().unsqueeze(-1)).logsumexp(0)
+    for number in (4, None):
+        near(ps.predict(model, guide, x, y=y, num_samples=number).log_density, expected)
 
 
 def test_weights_by_the_bound():
