@@ -108,16 +108,25 @@ def _matmul(input: Any, other: Any) -> Any:
 
 
 def _sum(
-    input: RandomTensor, dim: Any = None, keepdim: bool = False, mean: bool = False, **kwargs: Any
+    input: RandomTensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    axis: Any = None,
+    keepdims: bool = False,
+    dtype: torch.dtype | None = None,
+    mean: bool = False,
 ) -> RandomTensor:
-    """Return the moments of a sum or a mean over dimensions."""
-    dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
+    """Return the moments of a sum or a mean over dimensions, by torch's names or by NumPy's."""
+    given = axis if dim is None else dim
+    dims = (given,) if isinstance(given, int) else tuple(given or range(input.dim()))
     of_terms = input.variance
     if input.covariance is not None and {-1, input.dim() - 1} & {*dims}:
         of_terms = input.covariance.sum((-2, -1)).unsqueeze(-1)
-    loc, variance = (part.sum(dims, keepdim) for part in (input.loc, of_terms))
+    keep = keepdim or keepdims
+    loc, variance = (part.sum(dims, keep, dtype=dtype) for part in (input.loc, of_terms))
     if mean:
-        count = math.prod(input.shape) / max(1, math.prod(loc.shape))
+        count = math.prod(input.shape[each] for each in dims)
         loc, variance = loc / count, variance / count**2
     return RandomTensor(loc, variance, input.settings)
 

@@ -37,6 +37,32 @@ def test_the_exported_module_takes_batches_of_any_size(name):
             torch.testing.assert_close(exported.module()(x), moments(x))
 
 
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.layer(x).mean(axis=1, keepdims=True).squeeze(1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_means_over_positions_are_exported_and_take_numpys_names():
+    model = ps.Classifier(ps.bayesianize(Pooled(), prior=1.0), num_data=6)
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    moments, x = ps.moments.NetMoments(model, guide).eval(), torch.randn(6, 5, 3)
+    with torch.no_grad():
+        mean, variance = moments(x)
+        torch.testing.assert_close(mean, guide.to_net()(x))
+        scale = guide["net.layer.weight"]().variance, guide["net.layer.bias"]().variance
+        each = x.square() @ scale[0].mT + scale[1]
+        torch.testing.assert_close(variance, each.sum(1) / 25)
+        batch = torch.export.Dim("batch")
+        exported = torch.export.export(moments, (x,), strict=False, dynamic_shapes=({0: batch},))
+        for own in (x[:4], x.repeat(2, 1, 1)):
+            torch.testing.assert_close(exported.module()(own), moments(own))
+
+
 @pytest.mark.parametrize("predict", [partial(ps.predict, num_samples=3), ps.predict_moments])
 def test_a_prediction_can_be_differentiated(predict):
     model, guide = make(ps.MeanFieldGuide)
