@@ -200,6 +200,11 @@ class _Bound(nn.Module):
         if not self.training:
             found = self._predict(inputs, predicted)
             return {"loss": -found.log_density.sum() / count, "mean": found.mean}
+        if not count:
+            raise ValueError(
+                f"A step must have labels to predict, but all of its labels are {IGNORED}, so its loss "
+                "per label is undefined. Leave such examples out of `train_dataset`."
+            )
         terms = self.elbo.terms(self.model, self.guide, inputs, labels)
         self.kl = torch.stack([*terms.kl.values()]).sum().detach()
         assert self.model.num_data is not None

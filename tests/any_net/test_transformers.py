@@ -261,6 +261,9 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`args` must have one GPU for each process, but got 2"):
         hf.StructuredTrainer(model, guide, given)
     model, guide = make()
+    with pytest.raises(ValueError, match="all of its labels are -100"):
+        train(model, guide, tmp_path, rows(hidden=LENGTH)[2::3])
+    model, guide = make()
     with torch.no_grad():
         next(iter(guide.parameters())).fill_(float("nan"))
     padded = ps.TokenClassifier(ps.bayesianize(base(), prior=0.1), shift=True, ignore_index=0)
