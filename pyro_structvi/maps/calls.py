@@ -309,8 +309,9 @@ def parse_application(
 # ---- calls that are replaced by others ------------------------------------------------------------
 
 
-def _product(input: Any, other: Any) -> Tensor | None:
-    """Multiply by a matrix ``(in, out)``, or by a stack of such."""
+def _product(input: Any, other: Any = None, *, mat2: Any = None) -> Tensor | None:
+    """Multiply by a matrix ``(in, out)``, or by a stack of such, which ``mm`` and ``bmm`` call mat2."""
+    other = mat2 if other is None else other
     dims = other.dim()
     if dims == 2 and input.dim() >= 1:
         return arranged_linear(input, other, None, Arrangement.transposed(tuple(other.shape)))

@@ -36,6 +36,7 @@ TRANSPOSED = {
     "matmul": lambda x, w: torch.matmul(x, w),
     "@": lambda x, w: x @ w,
     "mm": lambda x, w: x.mm(w),
+    "mm by name": lambda x, w: torch.mm(x, mat2=w),
     "addmm": lambda x, w: torch.addmm(torch.ones(OUT), x, w),
     "linear of w.t()": lambda x, w: F.linear(x, w.t()),
     "linear of w.T": lambda x, w: F.linear(x, w.T),
