@@ -253,7 +253,8 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
 
     Raises:
         TypeError: If the model is no likelihood around a net of peft.
-        ValueError: If the posterior has weights outside of the active adapter.
+        ValueError: If the posterior has weights outside of the active adapter, or its layers are others
+            than peft's.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model
@@ -292,7 +293,13 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
         own[name].copy_(value)
     for number, state in enumerate(states):
         net.add_adapter(f"draw{number}", config)
-        set_peft_model_state_dict(net, state, adapter_name=f"draw{number}")
+        found = set_peft_model_state_dict(net, state, adapter_name=f"draw{number}")
+        if found.unexpected_keys:
+            raise ValueError(
+                f"`guide` must have adapters of peft's own layers, but '{found.unexpected_keys[0]}' is "
+                "of another. Leave its adapter out of `layers` of `bayesianize`, or take a net for each "
+                "draw, `guide.to_net(guide.draw())`."
+            )
     return net.requires_grad_(False).eval()
 
 

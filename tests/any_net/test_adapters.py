@@ -97,6 +97,13 @@ def test_weights_that_adapters_share_are_refused():
         hf.draws_as_adapters(guide)
 
 
+def test_adapters_with_factored_weights_are_refused():
+    net = ps.bayesianize(adapters(base()), prior=0.3, layers={"*lora_A.default": ps.nn.RankOne()})
+    guide = ps.MeanFieldGuide(ps.TokenClassifier(net, shift=True))
+    with pytest.raises(ValueError, match=r"peft's own layers, but '.*lora_A.input_scale' is"):
+        hf.draws_as_adapters(guide)
+
+
 class Around(pyro.nn.PyroModule):
     def __init__(self, net):
         super().__init__()
