@@ -121,6 +121,11 @@ def random_values(sites: Sites, settings: Settings) -> dict[str, Tensor]:
 def _value_of(q: Any, settings: Settings) -> Tensor:
     base = base_of(q)
     if isinstance(base, PointMass):
+        if not base.is_known:
+            raise NotImplementedError(
+                "The chosen elements of a subnetwork are drawn jointly, and have no moments here. "
+                "Predict with draws."
+            )
         mean: Tensor = q.mean
         return mean
     if not isinstance(base, TransformedNormal):

@@ -13,6 +13,7 @@ from pyro_structvi.moments import rules as rules  # the rules of random tensors
 from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.sites.site_posterior import Coupling
 from pyro_structvi.sites.structured import StructuredGuide
 
 
@@ -66,6 +67,13 @@ def check_served(model: Any, guide: Any, name: str) -> None:
         raise TypeError(
             f"`{name}` must be a guide of this package, which has the moments of its weights, but got "
             f"{brief(guide)}. Predict with draws."
+        )
+    couplings = (part for part in guide.modules() if isinstance(part, Coupling))
+    joint = [name for each in couplings for name in each.sites if len(each.sites) > 1]
+    if joint:
+        raise NotImplementedError(
+            f"The sites {joint} are drawn jointly, and have no moments here, which would count them as "
+            "independent. Predict with draws."
         )
     if guide.local_site_names:
         raise NotImplementedError(

@@ -86,7 +86,7 @@ def predict_moments(
         is known or has one learned scale; under other likelihoods targets count as independent.
 
     Raises:
-        NotImplementedError: If a function of the net has no rule.
+        NotImplementedError: If a function of the net has no rule, or the guide draws sites jointly.
         TypeError: If the model is no likelihood around a net of one input, or the guide is another.
         ValueError: If lengths differ.
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.families import Members, Subnetwork
 from pyro_structvi.testing import guides_for
 from tests.moments.one_layer import output_moments, variances
 
@@ -138,3 +139,29 @@ def test_a_function_of_a_correlated_weight_is_exported_and_trained():
     elbo = ps.StructuredELBO(estimator="moments")
     history = ps.fit(model, guide, (x, torch.randn(5, 4)), num_steps=3, elbo=elbo, progress=False)
     assert torch.tensor(history.elbo).isfinite().all()
+
+
+SINGLE = {"weight": 0.5, "*": None}  # a net of one site
+
+
+@pytest.mark.parametrize("prior", [0.5, SINGLE], ids=["two sites", "one site"])
+@pytest.mark.parametrize("family", [Subnetwork(), Members(3)], ids=["subnetwork", "members"])
+def test_sites_that_are_drawn_jointly_are_refused(family, prior):
+    model = ps.Classifier(ps.bayesianize(nn.Linear(3, 2), prior), num_data=6)
+    guide, y = ps.StructuredGuide(model, {"*": family}, init_scale=0.3), torch.arange(6) % 2
+    elbo = ps.StructuredELBO(estimator="moments")
+    uses = (
+        lambda: ps.predict_moments(model, guide, X),
+        lambda: ps.moments.NetMoments(model, guide)(X),
+        lambda: elbo.terms(model, guide, X, y),
+    )
+    if prior is SINGLE and isinstance(family, Members):  # exact
+        members = guide["net.weight"]().members
+        outputs = X @ members.mT + model.net.bias
+        found = ps.moments.NetMoments(model, guide)(X)
+        torch.testing.assert_close(found[0], outputs.mean(0))
+        torch.testing.assert_close(found[1], outputs.var(0, correction=0))
+        return
+    for use in uses:
+        with pytest.raises(NotImplementedError, match="are drawn jointly"):
+            use()
