@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, brief, checked, shape_text
 from pyro_structvi.nn.random_module import frozen_keys
+from pyro_structvi.posterior.pruning import prune_inducing_factors
 from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
 
@@ -27,6 +28,7 @@ FORMAT = 4
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 OPTIONS = "._extra_state"  # of families; of any shape
+MASK = "_factor_mask"  # of pruned inducing weights
 
 
 @checked
@@ -118,6 +120,8 @@ def load(
     header, tensors = _read(Path(path), next(devices, torch.device("cpu")))
     if guide is None:
         guide = _read_guide(header, model, tensors)
+        if guide.num_members == 1 and any(key.endswith(MASK) for key in tensors):
+            prune_inducing_factors(guide, 0)  # makes the masks
     check_options(guide, tensors, "guide.")
     parts: dict[str, Any] = {"model": model, "guide": guide}
     states = {name: _state_of(name, part) for name, part in parts.items()}

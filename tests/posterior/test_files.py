@@ -181,6 +181,24 @@ def test_families_by_patterns_and_what_pruning_changed(tmp_path):
         assert (q.variance == 0).any()
 
 
+def test_pruned_factors_of_inducing_weights_are_loaded(tmp_path):
+    model, x = make_model(), torch.randn(8, 3)
+    guide = ps.InducingWeightGuide(model, inducing_shape=(2, 2))
+    ps.pruning.prune_inducing_factors(guide, 0.5)
+    ps.save(tmp_path / "file", model, guide)
+    loaded = ps.load(tmp_path / "file", make_model())
+    assert_equal_states(guide, loaded)
+    assert ps.pruning.prune_inducing_factors(loaded, 0.5).left == {
+        name: (guide[name].row_factor_mask != 0).sum() + (guide[name].column_factor_mask != 0).sum()
+        for name in ("net.0.weight", "net.3.weight")
+    }
+    predictions = []
+    for own in (guide, loaded):
+        torch.manual_seed(1)
+        predictions.append(ps.predict(model, own, x, num_samples=3).functions)
+    assert torch.equal(*predictions)
+
+
 def test_a_guide_that_a_function_needs_is_passed(tmp_path):
     def model(x, y=None):
         weight = pyro.sample("weight", pyro.distributions.Normal(0.0, 1.0).expand([3]).to_event(1))
