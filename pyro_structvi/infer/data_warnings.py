@@ -16,6 +16,7 @@ from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.infer.history import History
 from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.sites.autoguide import give_model
 from pyro_structvi.sites.finding import separate_randomness, trial_run
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_role import SiteRole
@@ -50,7 +51,7 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
         ValueError: If neither model nor data say how many, or the guide is of another model.
     """
     if isinstance(guide, StructuredGuide):
-        guide.take_model(model)
+        give_model(guide, model)
     model = poutine.unwrap(model)
     own = poutine.unwrap(guide.model) if isinstance(guide, StructuredGuide) else None
     are_modules = isinstance(own, nn.Module) and isinstance(model, nn.Module)

@@ -25,6 +25,7 @@ from pyro_structvi.posterior.runs import (
     sites_from_model,
     warn_of_shared_statistics,
 )
+from pyro_structvi.sites.autoguide import give_model
 from pyro_structvi.sites.finding import modules_of, separate_randomness
 from pyro_structvi.sites.site_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
@@ -56,7 +57,7 @@ def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
         got = "the model. Pass the guide that was fitted to it"
     else:
         if isinstance(posterior, StructuredGuide):
-            posterior.take_model(model)
+            give_model(posterior, model)
             posterior.warn_of_other_model()
         return
     raise TypeError(f"`posterior` must be a guide or a dict of draws by site, but got {got}.")

@@ -143,12 +143,6 @@ class OwningAutoGuide(AutoGuide):
             )
         return self.model
 
-    def take_model(self, model: Callable[..., Any]) -> None:
-        """Give its model to a guide that was unpickled without one, and to its members."""
-        for part in self.modules():
-            if isinstance(part, OwningAutoGuide) and part.model is None:
-                part._model = (model,)
-
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the existing parameters, and record that an optimizer may have them."""
         self.handed_out.update(name for name, _ in self.named_parameters(recurse=recurse))
@@ -248,6 +242,13 @@ class OwningAutoGuide(AutoGuide):
             new.__dict__[name] = self.__dict__[name]
         new._model = (memo.get(id(self.model), self.model),)
         return new
+
+
+def give_model(guide: OwningAutoGuide, model: Callable[..., Any]) -> None:
+    """Give its model to a guide that was unpickled without one, and to its members."""
+    for part in guide.modules():
+        if isinstance(part, OwningAutoGuide) and part.model is None:
+            part._model = (model,)
 
 
 def _model_sum(guide: Any) -> Tensor | None:
