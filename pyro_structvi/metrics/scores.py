@@ -14,11 +14,12 @@ from pyro_structvi.metrics.inputs import (
     check_vector,
     checked_classes,
     checked_probabilities,
+    confidence_bins,
     same_shape_doubles,
 )
 from pyro_structvi.posterior.prediction import Prediction
 
-DRAWS_OF_A_POINT = 100
+OBSERVATIONS = 100  # for the CRPS, at least, and two of each draw
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class RegressionScores:
 def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) -> RegressionScores:
     """Score a prediction of numbers.
 
-    The continuous ranked probability score is the fair estimate from one random observation of each
-    draw, or from 100 of a single draw, such as a point estimate.
+    The continuous ranked probability score is an unbiased estimate of the mixture's, from two random
+    observations of each draw, and at least 100 in all.
 
     Args:
         prediction: A prediction with ``predict(..., y=y)``, not streamed.
@@ -66,8 +67,7 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
 
     References:
         Gneiting and Raftery (2007), "Strictly proper scoring rules, prediction, and estimation",
-        Eq. 21; Zamo and Naveau (2018), "Estimation of the continuous ranked probability score with
-        limited information", for the fair estimate.
+        Eq. 21.
     """
     if prediction.log_density is None:
         raise ValueError(
@@ -78,13 +78,8 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
         raise ValueError("`prediction.log_density` must be finite or minus infinity, but is not.")
     mean, y = same_shape_doubles(**{"prediction.mean": prediction.mean, "y": y})
     lower, upper = (end.double() for end in prediction.interval(level))
-    draws = prediction.sample_observations()
-    if len(draws) == 1:
-        draws = prediction.sample_observations(num_samples=DRAWS_OF_A_POINT)
     squared_error = _library("torchmetrics.functional").mean_squared_error
-    crps = _library("scoringrules").crps_ensemble
-    # The estimator by weighted moments is fair, and takes S log S operations.
-    by_target = crps(y, draws.double(), m_axis=0, estimator="pwm", backend="torch")
+    by_target = _crps(prediction, y)
     return RegressionScores(
         rmse=float(squared_error(mean.flatten(), y.flatten(), squared=False)),
         log_density=float(prediction.log_density.double().mean()),
@@ -94,6 +89,20 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
     )
 
 
+def _crps(prediction: Prediction, y: Tensor) -> Tensor:
+    """Return an unbiased estimate of the score of the mixture, ``(N, *event)``."""
+    draws = prediction.likelihood.batch_shape[0]
+    each = max(2, -(-OBSERVATIONS // draws))
+    observations = prediction.sample_observations(each).double()
+    crps = _library("scoringrules").crps_ensemble
+    # The quantile decomposition takes S log S operations. It pairs each observation with itself, in
+    # place of another one of the same draw: a fair estimate would take members of an ensemble for
+    # random draws, and score unlike members too well.
+    found: Tensor = crps(y, observations, m_axis=0, estimator="qd", backend="torch")
+    within: Tensor = observations.unflatten(0, (each, draws)).diff(dim=0).abs().mean((0, 1))
+    return found - within / (2 * len(observations))
+
+
 @dataclass(frozen=True)
 class ClassificationScores:
     """Scores of predicted class probabilities.
@@ -101,7 +110,7 @@ class ClassificationScores:
     Attributes:
         accuracy: Share of examples whose most probable class is right.
         nll: Average negative log probability of the right class, in nats; infinite if one is zero.
-        calibration_error: Expected calibration error in bins of equal width.
+        calibration_error: Expected calibration error in bins of equal width, each with its upper end.
         brier: Average squared distance from the right class, summed over classes; from 0 to 2.
         recall: Accuracy within each class; NaN for a class without examples.
         balanced_accuracy: Average recall of the classes with examples.
@@ -149,12 +158,11 @@ def classification_scores(
     brier = _library("scoringrules").brier_score(one_hot(y, size), p, backend="torch")
     recall = scores.multiclass_recall(p, y, size, average="none").double()
     recall[y.bincount(minlength=size) == 0] = torch.nan
-    # torchmetrics bins in single precision, and has a further bin for a confidence of exactly 1.
-    below_one = p.clamp(max=1 - torch.finfo(torch.float32).eps / 2)
+    _, share, accuracy, confidence = confidence_bins(p, y, num_bins)
     return ClassificationScores(
         accuracy=float(scores.multiclass_accuracy(p, y, size, average="micro")),
         nll=float(nll_loss(p.log(), y)),
-        calibration_error=float(scores.multiclass_calibration_error(below_one, y, size, num_bins)),
+        calibration_error=float((share * (accuracy - confidence).abs()).sum()),
         brier=float(brier.sum(-1).mean()),
         recall=tuple(recall.tolist()),
         balanced_accuracy=float(recall.nanmean()),

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from pyro_structvi._checks import Count, checked
-from pyro_structvi.metrics.inputs import checked_classes, checked_probabilities
+from pyro_structvi.metrics.inputs import checked_classes, checked_probabilities, confidence_bins
 from pyro_structvi.plots.figures import (
     BLACK,
     BLUE,
@@ -156,17 +156,16 @@ def plot_reliability(
     References:
         Guo et al. (2017), "On calibration of modern neural networks", section 2.
     """
-    each = torch.as_tensor(real_array("probabilities", probabilities, dim=2))
-    known = checked_probabilities("probabilities", each)
+    given = torch.as_tensor(real_array("probabilities", probabilities, dim=2))
+    if isinstance(probabilities, Tensor) and probabilities.is_floating_point():
+        given = probabilities  # whose sums may be rounded in half precision
+    known = checked_probabilities("probabilities", given)
     of_examples = y if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
     classes = checked_classes("y", of_examples, known)
-    confidence, right = known.amax(1).numpy(), (each.argmax(1) == classes).numpy()
-    index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
-    filled, where, counts = np.unique(index, return_inverse=True, return_counts=True)
-    accuracy = np.bincount(where, right) / counts
-    marks = np.bincount(where, confidence) / counts
+    bins = confidence_bins(known, classes, num_bins)
+    filled, share, accuracy, marks = (each.cpu().numpy() for each in bins)
     ax = make_axes(ax, 5.6, 4.0)
-    left, width, share = filled / num_bins, 1 / num_bins, counts / len(classes)
+    left, width = filled / num_bins, 1 / num_bins
     bars: dict[str, Any] = {"width": width, "align": "edge", "edgecolor": "white"}
     ax.bar(left, accuracy, color=BLUE, label="accuracy", **bars)
     tallest = f"share of examples,\ntallest {share.max():.0%}"

@@ -16,11 +16,11 @@ def predicted(count=500, classes=4):
 
 
 def error_by_definition(confidence, right, num_bins):
-    """Guo et al. (2017), Eq. 3, one bin after the other; the last one has 1."""
+    """Guo et al. (2017), Eq. 3, one bin after the other, each with its upper end."""
     error = 0.0
     for index in range(num_bins):
         low, high = index / num_bins, (index + 1) / num_bins
-        inside = (confidence >= low) & ((confidence < high) | (high == 1.0))
+        inside = (confidence > low) & (confidence <= high)
         if inside.any():
             gap = right[inside].mean() - confidence[inside].mean()
             error += float(inside.double().mean() * gap.abs())
@@ -51,14 +51,23 @@ def test_scores_are_those_of_scikit_learn():
 
 @pytest.mark.parametrize("num_bins", [1, 15])
 def test_calibration_error_by_its_definition(num_bins):
-    """In one bin of the ends: accuracy 1/2, confidence 0.975 or 0.6; in two (1 + 0.05) / 2 and 0.4."""
     probabilities, y = predicted()
     expected = error_by_definition(*top(probabilities, y), num_bins)
     scores = classification_scores(probabilities, y, num_bins)
-    assert scores.calibration_error == pytest.approx(expected, abs=1e-6)
+    assert scores.calibration_error == pytest.approx(expected, abs=1e-12)
     assert (scores == classification_scores(probabilities, y)) == (num_bins == 15)
-    for confidences, bins, error in (([1.0, 0.95], 10, 0.475), ([0.5, 0.7], 2, 0.1)):
-        p = torch.tensor(confidences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_end_of_bins_belongs_to_the_bin_below(dtype):
+    """One bin: accuracy 1/2, confidence 0.975 or 0.575; two: (0.5 + 0.4) / 2, (0.6 + 0.3) / 2."""
+    for confidences, bins, error in (
+        ([1.0, 0.95], 10, 0.475),
+        ([0.5, 0.6], 2, 0.45),
+        ([0.6, 0.55], 15, 0.075),
+        ([0.6, 0.7], 10, 0.45),
+    ):
+        p = torch.tensor(confidences, dtype=dtype)
         scores = classification_scores(torch.stack([p, 1 - p], -1), torch.tensor([1, 0]), bins)
         assert scores.calibration_error == pytest.approx(error, abs=1e-6)
 

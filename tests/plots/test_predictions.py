@@ -79,6 +79,12 @@ def test_ends_of_bins_belong_to_the_bin_below():
     assert bins == [(0.25, 1.0, DEPTH / 2, 0.5), (0.5, 1.0, DEPTH / 2, 0.75), (0.75, 0.5, DEPTH, 1)]
 
 
+def test_probabilities_in_half_precision_need_no_exact_sums():
+    probabilities = torch.randn(200, 30).softmax(-1).to(torch.bfloat16)
+    assert (probabilities.double().sum(-1) - 1).abs().max() > 1e-3
+    assert drawn_bins(plot_reliability(probabilities, torch.zeros(200, dtype=torch.long)))
+
+
 def test_the_diagonal_and_the_tallest_share_are_told():
     ax = plot_reliability(np.array([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3]]), [0, 1, 1], num_bins=2)
     np.testing.assert_array_equal(ax.lines[1].get_xydata(), [[0, 0], [1, 1]])
