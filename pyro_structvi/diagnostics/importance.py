@@ -77,8 +77,9 @@ def pareto_k(
         **kwargs: Their keyword arguments.
 
     Raises:
-        ValueError: If the guide has no density or other sites than the model, ``num_samples`` is below
-            100, or a log weight is NaN.
+        ValueError: If the guide has no density or other sites than the model, the data are not all, as
+            in a plate that takes a random part of them, ``num_samples`` is below 100, or a log weight is
+            NaN.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
@@ -112,6 +113,7 @@ def pareto_k(
                 replayed = poutine.replay(model, trace=of_guide)
                 of_model = poutine.trace(replayed).get_trace(*args, **kwargs)
             _check_sites(of_model, of_guide)
+            _check_data(of_model, getattr(model, "num_data", None))
             total: Tensor = of_model.log_prob_sum().double() - of_guide.log_prob_sum().double()
             return total
 
@@ -154,6 +156,21 @@ def _check_sites(of_model: Any, of_guide: Any) -> None:
             f"and these are not in the model: {unknown}. Pass the guide of this very model, and the "
             "observations too."
         )
+
+
+def _check_data(of_model: Any, num_data: int | None) -> None:
+    """Raise a ``ValueError`` unless the observations are all data, ``num_data`` for a likelihood."""
+    for name, node in of_model.nodes.items():
+        for frame in node["cond_indep_stack"] if node["type"] == "sample" else ():
+            is_told = num_data is not None and SiteRole.of(node).is_observation
+            whole = max(frame.size, frame.full_size or 0)
+            whole = num_data if is_told and frame.name == "data" else whole
+            if frame.size != whole:
+                raise ValueError(
+                    f"The observations '{name}' must be all {whole} training examples, but are "
+                    f"{frame.size}, whose scaled likelihood has another posterior. Pass all data to a "
+                    "model without `subsample_size`; `num_data` of the model is their number."
+                )
 
 
 def _of_draws(log_weight: Callable[[Any], Tensor], count: int, size: int) -> Tensor:

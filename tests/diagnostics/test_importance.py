@@ -4,6 +4,7 @@ import math
 import sys
 
 import numpy as np
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -141,6 +142,24 @@ def test_the_sites_must_be_those_of_the_model():
         pareto_k(model, ps.MeanFieldGuide(model), *data, num_samples=99)
     with pytest.raises(ValueError, match=r"missing in it: \['obs'\].*and the observations too"):
         pareto_k(model, ps.MeanFieldGuide(model), data[0])
+
+
+def test_a_part_of_the_data_is_refused():
+    """A scaled likelihood of a part of the data has another posterior, and a random part changes."""
+    x, y = regression_data(size=10)
+
+    def in_parts(x, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("examples", 10, subsample_size=5) as index:
+            pyro.sample("obs", dist.Normal(x[index] @ weight, 0.5), obs=y[index, 0])
+
+    whole = make_model(10, 3)
+    assert pareto_k(whole, ps.MeanFieldGuide(whole), x, y, num_samples=100).elbo < 0
+    for model, size in ((in_parts, 10), (whole, 5)):
+        guide = ps.MeanFieldGuide(model)
+        guide.initialize(x, y)
+        with pytest.raises(ValueError, match="'obs' must be all 10 training examples, but are 5"):
+            pareto_k(model, guide, x[:size], y[:size], num_samples=100)
 
 
 # ---- of given log weights --------------------------------------------------------------------------
