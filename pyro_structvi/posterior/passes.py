@@ -19,6 +19,7 @@ from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._torch import own_tensors, take_apart
 from pyro_structvi.posterior.runs import (
     BatchStatistics,
+    check_whole,
     find_observation,
     is_unused,
     run_at_draw,
@@ -264,6 +265,7 @@ class Passes:
         self._in_turn = not are_plain([*own[0].values(), *inputs, *state])
         with separate_randomness():  # this run samples observations, which later runs may leave out
             trace, node = self._trace(own, 0, counts=True)
+        check_whole(node, inputs)
         self._unused = self.observed if is_unused(trace, node) else None
         self._new = sites_from_model(trace, node, own[0], len(self._batches) == 1)
         if self._new:

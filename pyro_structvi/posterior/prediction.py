@@ -191,8 +191,9 @@ def predict(
     Raises:
         TypeError: If ``posterior`` is neither a guide nor draws, or an input is a number.
         ValueError: If lengths differ, the observed site is ambiguous, the sites of ``posterior`` are not
-            the model's global sites, ``batch_statistics`` are given for a model without batch
-            normalization, or mini-batches have observations or outputs without the examples first.
+            the model's global sites, a plate takes a random part of them, ``batch_statistics`` are
+            given for a model without batch normalization, or mini-batches have observations or outputs
+            without the examples first.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize

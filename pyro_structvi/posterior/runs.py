@@ -22,6 +22,7 @@ from pyro_structvi._checks import (
     shape_text,
     warn_user,
 )
+from pyro_structvi._nested import nested_tensors
 from pyro_structvi._torch import inside_transform, take_apart
 from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
@@ -133,6 +134,18 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
             + (f", but got `site='{site}'`." if site else ": pass its name as `site=`.")
         )
     return observed
+
+
+def check_whole(observed: Any, args: tuple[Any, ...]) -> None:
+    """Raise a ``ValueError`` if a plate of the observations takes a random part of the examples."""
+    size = next((len(value) for value in nested_tensors(args) if value.dim()), None)
+    for frame in observed["cond_indep_stack"]:
+        if frame.size < (frame.full_size or 0) and size not in (None, frame.size):
+            raise ValueError(
+                f"The plate '{frame.name}' of the observations takes {frame.size} of {size} examples by "
+                "chance, others at each draw. Let the model take a part of its data only if it has "
+                "observations, or let it take whole mini-batches."
+            )
 
 
 def _plates_of(node: Any) -> set[str]:

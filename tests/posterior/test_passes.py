@@ -267,6 +267,24 @@ def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
         ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, -1.0])}, x)
 
 
+@pytest.mark.parametrize("takes_part", [True, False])
+def test_a_random_part_of_the_examples_is_refused_and_a_mini_batch_is_none(takes_part):
+    """A plate scales a mini-batch by its ``subsample_size``; its indices choose examples if used."""
+
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", 100, subsample_size=4) as index:
+            own = x[index] if takes_part else x
+            pyro.sample("y", dist.Normal(own @ weight, 0.1), obs=y)
+
+    draws, x = {"weight": torch.randn(5, 3)}, torch.randn(100 if takes_part else 4, 3)
+    if takes_part:
+        with pytest.raises(ValueError, match="'data' of the observations takes 4 of 100 examples"):
+            ps.predict(model, draws, x)
+        return
+    torch.testing.assert_close(ps.predict(model, draws, x).mean, (x @ draws["weight"].mT).mean(1))
+
+
 @pytest.mark.parametrize("factor", [None, 10])
 def test_a_model_that_uses_or_returns_what_it_observes_draws_it(factor):
     def model(x, y=None):
