@@ -392,7 +392,8 @@ class _With(nn.Module):
 class EnsembleGuide(MixtureGuide):
     """A deep ensemble: K point estimates of the whole net, a mixture of :class:`MAPGuide`.
 
-    :func:`~pyro_structvi.predict` uses each member once.
+    :func:`~pyro_structvi.predict` uses each member once. Members of unequal weights have their shares
+    of 100 draws.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
