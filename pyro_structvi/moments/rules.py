@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,10 +45,18 @@ def _move(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     variances, _ = apply(variance_of)
     covariances: list[Tensor | None] = [None for _ in locs]
-    if x.covariance is not None and not others and not any(map(_is_known, leaves)):
-        numbers = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-        moved, _ = apply(lambda leaf: numbers if leaf is x else leaf)
-        covariances = [_covariance_at(x, x.covariance, part) for part in moved]
+    sources = {id(leaf): leaf for leaf in (x, *others)}
+    joint = _joint_covariance([*sources.values()])
+    if joint is not None:
+        numbers = _numbers([*sources.values()], joint.shape[-1])
+
+        def number_of(leaf: Any) -> Any:
+            if isinstance(leaf, RandomTensor):
+                return numbers[id(leaf)]
+            return torch.full_like(leaf, -1, dtype=torch.long) if _is_known(leaf) else leaf
+
+        moved, _ = apply(number_of)
+        covariances = [_covariance_at(joint, part) for part in moved]
     parts = zip(locs, variances, covariances, strict=True)
     found = [RandomTensor(m, v, x.settings, own) for m, v, own in parts]
     for each in found:
@@ -60,14 +69,47 @@ def _is_known(leaf: Any) -> bool:
     return is_tensor and leaf.is_floating_point()
 
 
-def _covariance_at(x: RandomTensor, covariance: Tensor, numbers: Tensor) -> Tensor | None:
-    """Return the covariance between elements ``(batch, size)`` by number, if rows stay together."""
-    if numbers.dim() != 2 or not numbers.numel() or x.dim() != 2:
+def _joint_covariance(sources: list[RandomTensor]) -> Tensor | None:
+    """Return the covariance of all columns of several tensors ``(batch, size)``, the last one known.
+
+    Different tensors count as independent. None if no covariance is kept.
+    """
+    first = sources[0]
+    if all(each.covariance is None for each in sources) or any(
+        each.dim() != 2 or len(each) != len(first) for each in sources
+    ):
         return None
-    rows, columns = numbers // x.shape[-1], numbers % x.shape[-1]
-    if bool((rows != rows[:, :1]).any()):
+    sizes = [each.shape[-1] for each in sources]
+    joint = first.loc.new_zeros(len(first), sum(sizes) + 1, sum(sizes) + 1)
+    for each, size, end in zip(sources, sizes, accumulate(sizes), strict=True):
+        own = slice(end - size, end)
+        known = each.covariance
+        joint[:, own, own] = torch.diag_embed(each.variance) if known is None else known
+    return joint
+
+
+def _numbers(sources: list[RandomTensor], width: int) -> dict[int, Tensor]:
+    """Return the number of each element, row times ``width`` plus the column in the joint covariance."""
+    device, start, found = sources[0].device, 0, {}
+    for each in sources:
+        rows, columns = (torch.arange(size, device=device) for size in each.shape)
+        found[id(each)] = rows.unsqueeze(-1) * width + start + columns
+        start += each.shape[-1]
+    return found
+
+
+def _covariance_at(joint: Tensor, numbers: Tensor) -> Tensor | None:
+    """Return the covariance between elements ``(batch, size)`` by number, if rows stay together.
+
+    Known elements have the number -1, and so the last column.
+    """
+    if numbers.dim() != 2 or not numbers.numel():
         return None
-    return covariance[rows[:, :1, None], columns.unsqueeze(-1), columns.unsqueeze(-2)]
+    rows, columns = numbers // joint.shape[-1], numbers % joint.shape[-1]
+    row = rows.amax(-1, keepdim=True)
+    if bool(((rows != row) & (numbers >= 0)).any()):
+        return None
+    return joint[row.unsqueeze(-1), columns.unsqueeze(-1), columns.unsqueeze(-2)]
 
 
 def _view(function: Callable[..., Any], x: RandomTensor, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +151,10 @@ def _getitem(x: Any, index: Any) -> Any:
 
 def _pad(x: RandomTensor, pad: Any, mode: str = "constant", value: Any = None) -> RandomTensor:
     variance = F.pad(x.variance, pad, mode, 0.0 if mode == "constant" else None)
-    return RandomTensor(F.pad(x.loc, pad, mode, value), variance, x.settings)
+    own = None
+    if x.covariance is not None and mode == "constant" and len(pad) == 2:
+        own = F.pad(x.covariance, (*pad, *pad))
+    return RandomTensor(F.pad(x.loc, pad, mode, value), variance, x.settings, own)
 
 
 def _where(condition: Any, input: Any, other: Any) -> Any:

@@ -147,6 +147,12 @@ KEEP = (
     lambda x: 1 - x / 2,
     lambda x: x * torch.tensor([[2.0], [3.0]]),
     lambda x: F.batch_norm(x, torch.ones(3), torch.full((3,), 2.0), torch.ones(3) * 3),
+    lambda x: torch.cat([torch.arange(4.0).reshape(2, 2), x], 1),
+    lambda x: torch.cat([x, x, torch.ones(2, 1)], 1),
+    lambda x: torch.cat([x, torch.ones(2, 3)]),
+    lambda x: F.pad(x, (1, 2), value=3.0),
+    lambda x: torch.where(MASK[:3], x, OTHER[0, 0, :3]),
+    lambda x: x.masked_fill(torch.tensor([[True], [False]]), 2.0),
 )
 
 
@@ -161,11 +167,25 @@ def test_covariances_between_units_are_kept():
             torch.testing.assert_close(found.variance[index], expected.diagonal())
 
 
-def test_covariances_are_dropped_where_rows_or_tensors_are_mixed():
-    x, y = (random_input(2, 3, full=True) for _ in range(2))
-    for mixed in (x.T, x.reshape(3, 2), torch.cat([x, y]), torch.stack([x, y]), F.pad(x, (1, 0))):
+def test_tensors_that_are_joined_are_independent_of_each_other():
+    a, b = (random_input(1, 3, full=True) for _ in range(2))
+    one = random_input(1, 2)
+    one = RandomTensor(one.loc, one.variance, Settings(full_covariance=True))
+    parts = [(part.loc, part.covariance[0]) for part in (a, b)]
+    for function in (
+        lambda a, b, one: torch.cat([a, one, b, a], 1),
+        lambda a, b, one: torch.cat([a, b]),
+        lambda a, b, one: torch.where(MASK[:3], a, b),
+    ):
+        found = function(a, b, one)
+        assert found.covariance is not None
+        assert_exact(found, function, *parts, part_of(one))
+
+
+def test_covariances_are_dropped_where_rows_are_mixed():
+    x = random_input(2, 3, full=True)
+    for mixed in (x.T, x.reshape(3, 2), torch.stack([x, x]), F.pad(x, (0, 0, 1, 0))):
         assert mixed.covariance is None
-    torch.testing.assert_close(torch.cat([x, y]).variance, torch.cat([x.variance, y.variance]))
     found = x.float()
     assert found.loc.dtype == found.variance.dtype == found.covariance.dtype == torch.float32
     torch.testing.assert_close(found.covariance, x.covariance.float())
