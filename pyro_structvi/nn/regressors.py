@@ -161,6 +161,9 @@ class Regressor(Likelihood):
                 check_broadcastable("noise_scale", scale, target, "the shape of a target")
         if self.target_mean is None:
             return mean, scale
+        if self.target_mean.numel() > 1:
+            target, meaning = mean.shape[plates + 1 :], "the shape of a target by the net's output"
+            check_broadcastable("standardize[1].mean(0)", self.target_mean, target, meaning)
         return mean * self.target_scale + self.target_mean, scale * self.target_scale
 
 

@@ -240,6 +240,12 @@ def test_data_without_scales_are_refused():
     for wrong in (torch.zeros(1, 3), torch.zeros(4, 3).long(), torch.full((4, 3), torch.nan)):
         with pytest.raises(ValueError, match=r"`standardize` (must|holds)"):
             ps.Classifier(nn.Linear(3, 2), 4, standardize=wrong)
+    data = torch.randn(4, 3), torch.randn(4, 2)
+    for options in ({"noise_scale": 0.1}, {"noise": "heteroscedastic"}):
+        # One mean for two targets, whose scales would give it their shape.
+        net = nn.Linear(3, 2 if "noise" in options else 1)
+        with pytest.raises(ValueError, match=r"`standardize\[1\].* \(1,\), but got shape \(2,\)"):
+            ps.Regressor(net, 4, standardize=data, **options)(*data)
     model = ps.Classifier(nn.Linear(3, 2), 4, standardize=torch.randn(4, 3))
     with pytest.raises(TypeError, match="`x` must be a tensor for a model with `standardize`"):
         model({"input": torch.randn(4, 3)})
