@@ -30,6 +30,7 @@ from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
 from pyro_structvi.weights.torch_distributions import base_of, in_single, map_tensors, tensors_of
 
 MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly modulo 1
 _QUANTILE_DRAWS = 2000  # observations, if torch has no inverse distribution function
 
 
@@ -179,7 +180,7 @@ def predict(
         y: Observations for the predictive density.
         batch_size: Inputs in a mini-batch; None for all.
         stream: Whether to keep averages only, so that memory does not grow with the number of draws.
-            Quantiles then use at most 100 evenly spaced draws.
+            Quantiles then use at most 100 draws, spread over all.
         site: The name of the observed site, if ambiguous.
         max_memory: Memory for weights and layer outputs of the draws in one pass, in GiB. Temporary
             tensors may double it. Larger values are often faster on a GPU.
@@ -205,7 +206,7 @@ def predict(
     check_posterior(model, posterior)
     batches = batches_of(one_or_several(inputs), y, batch_size, posterior)
     total = count_draws(posterior, num_samples)
-    reader = _Reader(len(batches), not stream, -(-total // MOST_STREAMED) if stream else 1)
+    reader = _Reader(len(batches), None if not stream else _streamed(total))
     averages = [Averages() for _ in batches]
     kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
     bar = tqdm(total=total, desc="predict", disable=not progress)
@@ -244,11 +245,23 @@ def one_or_several(inputs: tuple[Any, ...]) -> Any:
     return inputs[0] if len(inputs) == 1 else inputs
 
 
-class _Reader:
-    """Reads moments at each draw, and keeps function values and every ``stride``-th likelihood."""
+def _streamed(total: int) -> list[int]:
+    """Return the draws whose likelihoods are kept, one of each ``stride`` successive ones.
 
-    def __init__(self, num_batches: int, keeps: bool, stride: int = 1) -> None:
-        self.num_batches, self.keeps, self.stride = num_batches, keeps, stride
+    Their places among these follow no pattern, since draws of a mixture take its members in turn.
+    """
+    stride = -(-total // MOST_STREAMED)
+    return [
+        start + int(min(stride, total - start) * (number * _GOLDEN_RATIO % 1))
+        for number, start in enumerate(range(0, total, stride))
+    ]
+
+
+class _Reader:
+    """Reads moments at each draw, and keeps function values and likelihoods, or some likelihoods."""
+
+    def __init__(self, num_batches: int, streamed: list[int] | None = None) -> None:
+        self.num_batches, self.streamed, self.keeps = num_batches, streamed, streamed is None
         self.likelihood: _StackedLikelihood | None = None  # from the first draw, which runs alone
         self.structure: Any = None
         self.entropy: Callable[[Tensor], Tensor] | None = None
@@ -293,12 +306,12 @@ class _Reader:
     def kept(self, outputs: dict[str, Tensor], before: int) -> dict[str, Tensor]:
         """Return the kept parts of a pass that follows ``before`` draws."""
         parts = {name: value for name, value in outputs.items() if "." in name}
-        if self.stride == 1:
+        if self.streamed is None:
             return parts
         # Indices copy: a slice would keep the memory of all draws.
-        count = len(outputs["mean"])
-        index = torch.arange(min(-before % self.stride, count), count, self.stride)
-        return {name: own[index] for name, own in parts.items()}
+        after = before + len(outputs["mean"])
+        index = [number - before for number in self.streamed if before <= number < after]
+        return {name: own[torch.tensor(index, dtype=torch.long)] for name, own in parts.items()}
 
     def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
         """Return stacked functions and likelihoods, given the kept parts of each mini-batch."""

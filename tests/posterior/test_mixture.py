@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.posterior.prediction import _streamed
 from pyro_structvi.testing.noise import assert_mean
 from tests.models import make_classifier, make_regressor, regression_data
 from tests.posterior.passed_models import draws_of
@@ -141,17 +142,36 @@ def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
     ("count", "stride", "batch_size"),
     [(80, 1, None), (250, 3, 5)],
 )
-def test_a_streamed_prediction_has_intervals_of_evenly_spaced_draws(count, stride, batch_size):
+def test_a_streamed_prediction_has_intervals_of_some_draws(count, stride, batch_size):
+    """One of each ``stride`` successive draws."""
     model, (x, _) = make_regressor(), regression_data()
     draws = draws_of(ps.MeanFieldGuide(model, init_scale=0.3), count)
     options = {"batch_size": batch_size, "max_memory": 1e-6}
     streamed = ps.predict(model, draws, x, stream=True, **options)
-    some = {name: value[::stride] for name, value in draws.items()}
+    kept = _streamed(count)
+    assert [number // stride for number in kept] == [*range(-(-count // stride))]
+    some = {name: value[kept] for name, value in draws.items()}
     assert streamed.functions is None
     levels = torch.tensor([0.1, 0.9])
     expected = ps.predict(model, some, x).quantile(levels)
     torch.testing.assert_close(streamed.quantile(levels), expected)
     torch.testing.assert_close(streamed.mean, ps.predict(model, draws, x).mean)
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 200), (5, 1000), (4, 600)])
+def test_a_streamed_prediction_keeps_draws_of_every_member(size, count):
+    """Draws take the members in turn; every fifth one of five members would be of one member."""
+    model, (x, y) = make_regressor(), regression_data()
+    guide = ps.MixtureGuide(model, ps.MeanFieldGuide, size)
+    guide.initialize(x, y)
+    shares = torch.tensor(_streamed(count)).remainder(size).bincount(minlength=size) / 100
+    torch.testing.assert_close(shares, torch.full((size,), 1 / size), rtol=0, atol=0.05)
+    with torch.no_grad():
+        for number, member in enumerate(guide.members):
+            member["net.2.bias"].loc.fill_(100.0 * number)
+    streamed = ps.predict(model, guide, x, num_samples=count, stream=True)
+    lower, upper = streamed.interval(0.9)
+    assert bool((upper - lower > 100 * (size - 1) - 50).all())
 
 
 def test_quantiles_that_are_refused():

@@ -122,7 +122,7 @@ def test_passes_keep_within_the_memory_that_is_allowed(draws_in_a_pass):
     weights, outputs = 302, 10 * (50 + 50 + 2)
     least = 8 * (weights + outputs) * draws_in_a_pass / 2**30
     batches = [((x,), None)]
-    read = prediction._Reader(1, keeps=True)
+    read = prediction._Reader(1)
     passes = Passes(model, ps.KTiedGuide(model), batches, None, read, least)
     sizes = [len(one.outputs["mean"]) for one in passes.run(40)]
     assert sum(sizes) == 40
