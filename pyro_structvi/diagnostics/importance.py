@@ -16,7 +16,7 @@ from pyro_structvi.posterior.inference_data import pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.site_posterior import in_one_pass
-from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
 from pyro_structvi.structures.dropout import BernoulliDropout
 from pyro_structvi.structures.ensemble import Members, PointMixture
 from pyro_structvi.structures.mean_field import PrunedNormal
@@ -125,11 +125,7 @@ def pareto_k(
 
 def _check_density(guide: StructuredGuide) -> None:
     """Raise a ``ValueError`` if the posterior of some site has no density."""
-    if guide.num_members > 1:
-        raise ValueError(
-            "`guide` must have one posterior for each site, but is a mixture. Diagnose its members, "
-            "`guide.members[0]`."
-        )
+    check_one_posterior(guide)
     without = (PointMass, PointMixture, BernoulliDropout, PrunedNormal)
     for posterior in guide.all_posteriors():
         of_inducing = getattr(posterior.family, "posterior", None)

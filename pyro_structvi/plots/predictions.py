@@ -63,8 +63,8 @@ def plot_band(
         label: Name of the function in the legend; no legend when None.
 
     Raises:
-        ValueError: If sizes differ, a standard deviation is negative, or bands are given twice or not at
-            all.
+        ValueError: If sizes differ, ``x`` is not ascending, a standard deviation is negative, or bands
+            are given twice or not at all.
 
     Example:
         >>> ax = plot_band([0.0, 1.0, 2.0], [0.0, 1.0, 0.0], [0.1, 0.2, 0.3], widths=(1, 2))
@@ -73,6 +73,11 @@ def plot_band(
     """
     inputs, means = real_array("x", x), real_array("mean", mean)
     check_as_many("x", inputs, "mean", means)
+    if (np.diff(inputs) < 0).any():
+        raise ValueError(
+            "`x` must be ascending, since lines join successive points, but is not. Sort all arguments "
+            "by `x.argsort()`."
+        )
     bands = _bands(means, scale, widths, lower, upper)
     if (data_x is None) != (data_y is None):
         raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")

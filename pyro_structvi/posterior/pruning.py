@@ -8,7 +8,7 @@ from torch.nn.utils import prune
 
 from pyro_structvi._checks import Share, checked
 from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
 from pyro_structvi.structures.inducing.family import InducingWeights
 from pyro_structvi.structures.mean_field import MeanField, PrunedMeanField
 
@@ -135,6 +135,7 @@ def _posteriors_of(
     guide: StructuredGuide, kind: type[InducingWeights] | type[MeanField]
 ) -> list[SitePosterior]:
     """Return the posteriors of weights and vectors with a kind of family."""
+    check_one_posterior(guide)
     every = list(guide._own_posteriors())
     found = [
         posterior

@@ -10,11 +10,10 @@ from pyro_structvi._checks import Count, Positive, Whole, brief, check_positive,
 from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.parameterization import parameters_of_rows
 from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
 from pyro_structvi.structures.full_covariance import FullCovariance
 from pyro_structvi.structures.k_tied import KTied
 from pyro_structvi.structures.mean_field import MeanField, PrunedNormal
-from pyro_structvi.structures.mixture import MixtureGuide
 from pyro_structvi.weights.weight_distribution import GaussianWeight, noise_columns
 
 
@@ -28,8 +27,7 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     positive factors keep the rank, and are the same for rank 1.
 
     Raises:
-        ValueError: If no weight has mean field.
-        TypeError: If the guide is a mixture.
+        ValueError: If no weight has mean field, or the guide is a mixture.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -64,8 +62,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
     that of :class:`~pyro_structvi.families.FullCovariance`, in GiB.
 
     Raises:
-        ValueError: If no site has a Gaussian posterior with another family.
-        TypeError: If the guide is a mixture.
+        ValueError: If no site has a Gaussian posterior with another family, or the guide is a mixture.
         MemoryError: If training a site would take more than ``max_memory``.
 
     Example:
@@ -104,11 +101,7 @@ def _replace(
     guide: StructuredGuide, make: Callable[[SitePosterior], SitePosterior | None], needed: str
 ) -> StructuredGuide:
     """Return a copy of a guide with new posteriors; ``make`` returns None for sites that stay."""
-    if isinstance(guide, MixtureGuide):
-        raise TypeError(
-            "`guide` must have one posterior for each site, but is a mixture. Call this for one of "
-            "`guide.members`."
-        )
+    check_one_posterior(guide)
     new = copy.deepcopy(guide)
     families: dict[str, Family] = {}
     with torch.no_grad():

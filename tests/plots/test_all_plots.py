@@ -61,7 +61,7 @@ def test_a_legend_stands_beside_the_axes_where_the_layout_makes_room(layout, bes
 
 
 def test_tensors_arrays_and_lists_are_drawn_alike():
-    numbers = [0.5, 0.25, 0.125]
+    numbers = [0.125, 0.25, 0.5]
     given = [numbers, np.array(numbers, "float32"), torch.tensor(numbers, requires_grad=True)]
     lines = [plots.plot_band(values, values, values).lines[0].get_ydata() for values in given]
     assert [line.tolist() for line in lines] == [numbers] * 3

@@ -118,6 +118,7 @@ WRONG = (
     ({"scale": SCALE, "data_x": X}, "`data_x` and `data_y` must be given together"),
     ({"scale": SCALE, "data_x": X, "data_y": X[:1]}, "`data_x` and `data_y` must have as many"),
     ({"scale": SCALE, "truth": X[:1]}, "`x` and `truth` must have as many values"),
+    ({"scale": SCALE, "x": X[::-1]}, "`x` must be ascending, .*Sort all arguments"),
 )
 WRONG_CLASSES = (
     ([[0.9, 0.2]], [0], "`probabilities` must be at least 0 and sum to 1 .* row 0 is not"),
@@ -141,7 +142,7 @@ WRONG_COVERAGE = (
 def test_other_arguments_are_refused():
     for options, message in WRONG:
         with pytest.raises(ValueError, match=message):
-            plot_band(X, MEAN, **options)
+            plot_band(**{"x": X, "mean": MEAN} | options)
     with pytest.raises(TypeError, match="`lower` must be a"):
         plot_band(X, MEAN, lower=[MEAN], upper=[MEAN])
     for probabilities, y, message in WRONG_CLASSES:

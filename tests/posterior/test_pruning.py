@@ -270,6 +270,8 @@ def test_what_is_refused(kind, model):
     message = "`guide` must have .* at a weight or a vector, but its families are .* are pruned by"
     with pytest.raises(ValueError, match=message):
         PRUNE[kind](guide, 0.5)
+    with pytest.raises(ValueError, match="but is a mixture"):
+        PRUNE[kind](ps.MixtureGuide(model, ps.MeanFieldGuide, 2), 0.5)
     loc, scale, nan = torch.zeros(4, 3), torch.ones(4, 3), torch.full((4, 3), torch.nan)
     kept = scale.bool()
     with pytest.raises(ValueError, match=r"^`value` holds .* NaN"):

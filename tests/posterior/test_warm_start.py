@@ -116,13 +116,12 @@ def test_what_is_refused():
     mixture = ps.MixtureGuide(make_regressor(), ps.MeanFieldGuide, 2)
     for start in (warm_start.full_covariance_from, warm_start.k_tied_from_mean_field):
         with pytest.raises(
-            TypeError, match=r"but is a mixture\. Call this for one of `guide\.members`"
+            ValueError, match=r"but is a mixture\. Call this for each of its members"
         ):
             start(mixture)
     model = make_regressor()
     with pytest.raises(ValueError, match="must have mean field at some weight"):
         warm_start.k_tied_from_mean_field(ps.KTiedGuide(model))
-
     with pytest.raises(ValueError, match="`scale` must be positive and finite"):
         warm_start.tie_scales(torch.tensor([[1.0, 0.0]]), rank=1)
     with pytest.raises(MemoryError, match="`max_memory`"):
