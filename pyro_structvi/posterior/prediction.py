@@ -444,11 +444,18 @@ def _mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         ranks = torch.where(q < 0.5, positions.floor(), positions.ceil()).long() - 1
         return ordered[ranks.clamp(0, len(ordered) - 1).to(ordered.device)]
 
-    def is_below(values: Tensor) -> Tensor:
-        found: Tensor = base.cdf(values.unsqueeze(1)).mean(1) < levels.squeeze(1)
+    def excess(values: Tensor) -> Tensor:
+        found: Tensor = base.cdf(values.unsqueeze(1)).mean(1) - levels.squeeze(1)
         return found
 
-    return bisect(is_below, parts.amin(1), parts.amax(1))
+    with torch.no_grad():
+        found = bisect(lambda values: excess(values) < 0, parts.amin(1), parts.amax(1))
+    if not parts.requires_grad:
+        return found
+    # The derivative of the root is that of a step of Newton's method, which is zero there.
+    density = base.log_prob(found.unsqueeze(1)).exp().mean(1).detach()
+    step = excess(found) / density.clamp_min(torch.finfo(density.dtype).tiny)
+    return found - (step - step.detach())
 
 
 def class_probabilities(base: Any) -> Tensor | None:

@@ -158,6 +158,21 @@ def test_a_streamed_prediction_has_intervals_of_some_draws(count, stride, batch_
     torch.testing.assert_close(streamed.mean, ps.predict(model, draws, x).mean)
 
 
+def test_gradients_of_quantiles_are_those_of_the_root():
+    """Of F(q; x) = level: means ``w x`` of draws move q by the average of w, weighed by densities."""
+    model = ps.Regressor(ps.bayesianize(nn.Linear(1, 1, bias=False)), 10, 0.5)
+    draws, x = {"net.weight": torch.randn(6, 1, 1)}, torch.randn(5, 1).requires_grad_()
+    prediction = ps.predict(model, draws, x, differentiable=True)
+    found = prediction.quantile(torch.tensor([0.1, 0.9]))
+    for each in found:
+        (gradient,) = torch.autograd.grad(each.sum(), x, retain_graph=True)
+        weights = prediction.likelihood.base_dist.log_prob(each.detach()).softmax(0)
+        expected = (weights * draws["net.weight"]).sum(0)
+        torch.testing.assert_close(gradient, expected.detach(), rtol=1e-9, atol=1e-12)
+    plain = ps.predict(model, draws, x.detach()).quantile(torch.tensor([0.1, 0.9]))
+    torch.testing.assert_close(found.detach(), plain, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("size", "count"), [(2, 200), (5, 1000), (4, 600)])
 def test_a_streamed_prediction_keeps_draws_of_every_member(size, count):
     """Draws take the members in turn; every fifth one of five members would be of one member."""
