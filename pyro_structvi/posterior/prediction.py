@@ -454,7 +454,7 @@ def _mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         return found
     # The derivative of the root is that of a step of Newton's method, which is zero there.
     density = base.log_prob(found.unsqueeze(1)).exp().mean(1).detach()
-    step = excess(found) / density.clamp_min(torch.finfo(density.dtype).tiny)
+    step: Tensor = excess(found) / density.clamp_min(torch.finfo(density.dtype).tiny)
     return found - (step - step.detach())
 
 
