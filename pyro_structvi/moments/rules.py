@@ -249,6 +249,11 @@ def moments_of_call(
         return outputs
     reading = parse_application(function, args, kwargs)
     if isinstance(reading, Application):
+        if function is F.bilinear and isinstance(reading.x, RandomTensor):
+            raise NotImplementedError(
+                "A bilinear layer of a random input has no moments, since products of its inputs are "
+                "correlated. Predict with draws."
+            )
         return linear_moments(reading)
     if isinstance(reading, Lookup):
         return lookup_moments(reading)

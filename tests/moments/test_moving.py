@@ -257,6 +257,10 @@ REFUSED = (
         lambda x: F.avg_pool2d(x, 2, padding=1, count_include_pad=False),
         "Average pooling with `ceil_mode`",
     ),
+    (
+        lambda x: F.bilinear(x, torch.ones(2, 3, 2), torch.ones(5, 4, 2)),
+        "A bilinear layer of a random input has no moments",
+    ),
     (torch.sort, "The function `sort` has no rule for the moments"),
     (lambda x: x.__setitem__(0, 1.0), "The function `setitem` has no rule"),
     (
