@@ -27,6 +27,7 @@ class Classifier(Likelihood):
         ValueError: If a weight is not positive.
 
     Example:
+        >>> import torch
         >>> from pyro.infer import Predictive
         >>> from pyro_structvi import bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
@@ -85,6 +86,7 @@ class BinaryClassifier(Likelihood):
         output: As for :class:`Classifier`.
 
     Example:
+        >>> import torch
         >>> from pyro.infer import Predictive
         >>> from pyro_structvi import bayesianize
         >>> model = BinaryClassifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
@@ -116,6 +118,7 @@ class TokenClassifier(Likelihood):
         output: As for :class:`Classifier`.
 
     Example:
+        >>> import torch
         >>> from pyro.infer import Predictive
         >>> from pyro_structvi import bayesianize
         >>> net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
