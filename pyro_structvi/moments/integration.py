@@ -12,8 +12,7 @@ from pyro_structvi.linalg.factorizations import stable_root
 from pyro_structvi.linalg.matrices import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite, normal_points
 from pyro_structvi.moments.random_tensor import RandomTensor
-from pyro_structvi.nn.classifiers import Classifier
-from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.likelihood import Classifier, Likelihood
 from pyro_structvi.structures.mean_field import TransformedNormal
 from pyro_structvi.weights.torch_distributions import base_of
 

@@ -1,7 +1,7 @@
 """Nets with priors, and likelihoods around them."""
 
-from pyro_structvi.nn.classifiers import BinaryClassifier, Classifier, TokenClassifier
 from pyro_structvi.nn.conversion import LastLayer, PointEstimateWarning, bayesianize
+from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier, TokenClassifier
 from pyro_structvi.nn.priors import FanIn, HierarchicalScale
 from pyro_structvi.nn.rank_one import (
     RankOne,

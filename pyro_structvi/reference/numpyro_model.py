@@ -14,7 +14,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_structvi._pyro import declared_name, declared_samples
-from pyro_structvi.nn.classifiers import BinaryClassifier, Classifier
+from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier
 from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
 from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
 from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array

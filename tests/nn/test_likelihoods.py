@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer.data_warnings import NumDataWarning
-from pyro_structvi.nn.classifiers import PaddedCategorical
+from pyro_structvi.nn.likelihood import PaddedCategorical
 
 
 def log_likelihood(model, values, x, y):
