@@ -24,24 +24,22 @@ RECIPES = {
 
 def deep_nets_tables(rows: list[Row]) -> str:
     """Return the tables of all methods and of changes to the recipe."""
-    changed = {
-        (*net, name.format(**settings))
-        for net, settings in RECIPES.items()
-        for change, name in CHANGES.items()
-        if change != "none"
-    }
+    changed = {_key(net, change) for net in RECIPES for change in CHANGES if change != "none"}
     others = [row for row in rows if row[:3] not in changed]
     title = "Mean field, with one part of the recipe changed; accuracy in % and negative log likelihood:"
     return "\n\n".join([_all_methods(others), title, _changes(rows)])
 
 
+def _key(net: tuple[str, str], change: str) -> Row:
+    return (*net, CHANGES[change].format(**RECIPES[net]))
+
+
 def _changes(rows: list[Row]) -> str:
     body = []
-    for change, name in CHANGES.items():
+    for change in CHANGES:
         cells = []
-        for net, settings in RECIPES.items():
-            key = (*net, name.format(**settings))
-            runs = [row[4:] for row in rows if row[:3] == key]
+        for net in RECIPES:
+            runs = [row[4:] for row in rows if row[:3] == _key(net, change)]
             accuracy = mean_with_error((100 * float(run[0]) for run in runs), "{:.2f}".format)
             loss = mean_with_error((float(run[1]) for run in runs), "{:.3f}".format)
             cells.append(f"{accuracy}; {loss}" if runs else "")

@@ -127,8 +127,8 @@ class StructuredTrainer(Trainer):
                 f"got {ignored}. Write `labels.masked_fill(padding, {IGNORED})`, and leave "
                 "`ignore_index` out."
             )
-        default = {each.name: each.default for each in fields(TrainingArguments)}
-        unused = [name for name in UNUSED if getattr(args, name) != default[name]]
+        known = [each for each in fields(TrainingArguments) if each.name in UNUSED]
+        unused = [each.name for each in known if getattr(args, each.name) != each.default]
         unused += [name for name in UNUSED_OPTIONS if options.get(name) is not None]
         if unused:
             raise ValueError(
@@ -349,9 +349,8 @@ def generate_from_mixture(
         raise ValueError(
             "`net` must have draws as adapters, but has none. Pass `draws_as_adapters(guide)`."
         )
-    if not hasattr(
-        net.base_model, "_enable_peft_forward_hooks"
-    ):  # peft leaves the names out in silence
+    # Without these hooks peft leaves the names out in silence.
+    if not hasattr(net.base_model, "_enable_peft_forward_hooks"):
         raise ValueError(
             "`net` must have adapters whose rows of a batch may have separate names, such as LoRA, but "
             f"has {net.peft_type.value}. Generate at each draw: `net.set_adapter('draw0')`."

@@ -113,7 +113,7 @@ def pareto_k(
                 replayed = poutine.replay(model, trace=of_guide)
                 of_model = poutine.trace(replayed).get_trace(*args, **kwargs)
             _check_sites(of_model, of_guide)
-            _check_data(of_model, getattr(model, "num_data", None))
+            _check_data(of_model, getattr(poutine.unwrap(model), "num_data", None))
             total: Tensor = of_model.log_prob_sum().double() - of_guide.log_prob_sum().double()
             return total
 

@@ -27,7 +27,6 @@ from pyro_structvi._torch import tree_map
 from pyro_structvi.infer.elbo import LinearAnnealing
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.steps.eager import Loss
-from pyro_structvi.posterior.passes import draws_of_points
 from pyro_structvi.posterior.prediction import Prediction, predict
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.finding import separate_randomness
@@ -170,7 +169,7 @@ class Measurements:
 
     def _measure(self) -> float:
         model, guide = self._loss.parts
-        draws = draws_of_points(guide) or NUM_DRAWS
+        draws = getattr(guide, "num_points", 0) or NUM_DRAWS
         with separate_randomness(), evaluation_mode(guide):
             torch.default_generator.manual_seed(SEED)
             random.seed(SEED)

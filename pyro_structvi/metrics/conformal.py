@@ -23,8 +23,8 @@ def conformal_interval(
 
     If the n examples and a new one are exchangeable, the probability is at least the level, on average
     over data and inputs, and k / (n + 1) for continuous scores. The ends are infinite for ``k > n``.
-    Both predictions must have the same functions, by the same draws or by the same seed. With a few
-    separate draws of a wide posterior the coverage is lower, such as 0.7 in place of 0.9.
+    Both predictions must have the same functions, by the same draws or by the same seed: with separate
+    draws they are not exchangeable, and the coverage is lower.
 
     Args:
         prediction: A prediction at new inputs.

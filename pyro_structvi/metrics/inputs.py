@@ -1,4 +1,4 @@
-"""Checked arguments of scores: probabilities, classes, and tensors of one shape; bins of confidence."""
+"""Checked arguments of scores: probabilities, classes, and tensors of one shape."""
 
 import torch
 from torch import Tensor
@@ -61,21 +61,3 @@ def check_vector(name: str, tensor: Tensor) -> None:
             f"`{name}` must have one number for each example, (N,), but got {brief(tensor)}. Sum or "
             "average over the other dimensions."
         )
-
-
-def confidence_bins(
-    probabilities: Tensor, y: Tensor, num_bins: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return numbers, shares of examples, accuracies and average confidences of the filled bins.
-
-    Bin m of M, from 0, holds confidences in (m / M, (m + 1) / M]: Guo et al. (2017), section 2.
-    """
-    confidence, guess = probabilities.max(-1)
-    # Rounding to 6 digits keeps 0.6 in single precision from being above 9 / 15.
-    place = (confidence * num_bins).round(decimals=6).ceil() - 1
-    bins, index, counts = place.unique(return_inverse=True, return_counts=True)
-    accuracy, average = (
-        confidence.new_zeros(len(counts)).index_add(0, index, each) / counts
-        for each in ((guess == y).to(confidence), confidence)
-    )
-    return bins, counts / len(index), accuracy, average

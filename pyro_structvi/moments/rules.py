@@ -46,7 +46,7 @@ def _move(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     variances, _ = apply(variance_of)
     covariances: list[Tensor | None] = [None for _ in locs]
     sources = {id(leaf): leaf for leaf in (x, *others)}
-    joint = _joint_covariance([*sources.values()])
+    joint = _joint_covariance([*sources.values()], any(map(_is_known, leaves)))
     if joint is not None:
         numbers = _numbers([*sources.values()], joint.shape[-1])
 
@@ -69,18 +69,22 @@ def _is_known(leaf: Any) -> bool:
     return is_tensor and leaf.is_floating_point()
 
 
-def _joint_covariance(sources: list[RandomTensor]) -> Tensor | None:
-    """Return the covariance of all columns of several tensors ``(batch, size)``, the last one known.
+def _joint_covariance(sources: list[RandomTensor], has_known: bool) -> Tensor | None:
+    """Return the covariance of all columns of several tensors ``(batch, size)``.
 
-    Different tensors count as independent. None if no covariance is kept.
+    With known elements the last column has variance 0. Different tensors count as independent. None if
+    no covariance is kept.
     """
     first = sources[0]
     if all(each.covariance is None for each in sources) or any(
         each.dim() != 2 or len(each) != len(first) for each in sources
     ):
         return None
+    if len(sources) == 1 and not has_known:
+        return first.covariance
     sizes = [each.shape[-1] for each in sources]
-    joint = first.loc.new_zeros(len(first), sum(sizes) + 1, sum(sizes) + 1)
+    width = sum(sizes) + has_known
+    joint = first.loc.new_zeros(len(first), width, width)
     for each, size, end in zip(sources, sizes, accumulate(sizes), strict=True):
         own = slice(end - size, end)
         known = each.covariance

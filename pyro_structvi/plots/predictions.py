@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from pyro_structvi._checks import Count, checked
-from pyro_structvi.metrics.inputs import checked_classes, checked_probabilities, confidence_bins
+from pyro_structvi.metrics.inputs import checked_classes, checked_probabilities
+from pyro_structvi.metrics.scores import confidence_bins
 from pyro_structvi.plots.figures import (
     BLACK,
     BLUE,

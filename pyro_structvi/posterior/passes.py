@@ -47,7 +47,10 @@ DEFAULT_NUM_SAMPLES = 100
 
 
 def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
-    """Raise a ``TypeError`` unless a posterior of a model is a guide or draws by site."""
+    """Raise a ``TypeError`` unless a posterior of a model is a guide or draws by site.
+
+    A guide that was unpickled gets its model.
+    """
     if isinstance(posterior, type):
         got = f"the class {posterior.__name__}. Make a guide of the model, `{posterior.__name__}(model)`"
     elif isinstance(posterior, Mapping):
@@ -110,19 +113,10 @@ def batches_of(
     return found
 
 
-def draws_of_points(guide: Any) -> int | None:
-    """Return the number of draws that are all of a mixture of points with equal weights, else None."""
-    if not getattr(guide, "is_of_points", False):
-        return None
-    is_equal = bool((guide.weights == guide.weights[0]).all())
-    members: int = guide.num_members
-    return members if is_equal else None
-
-
 def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     """Return the number of draws."""
     if not isinstance(posterior, Mapping):
-        return num_samples or draws_of_points(posterior) or DEFAULT_NUM_SAMPLES
+        return num_samples or getattr(posterior, "num_points", 0) or DEFAULT_NUM_SAMPLES
     sizes = {name: len(draws) for name, draws in posterior.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"All sites must have the same number of draws, but got {sizes}.")

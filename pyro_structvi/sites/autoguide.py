@@ -122,9 +122,8 @@ class OwningAutoGuide(AutoGuide):
     __getattr__ = nn.Module.__getattr__
     __setattr__ = nn.Module.__setattr__
     __delattr__ = nn.Module.__delattr__
-    __setstate__ = (
-        nn.Module.__setstate__
-    )  # that of AutoGuide makes a guide the master of its members
+    # AutoGuide's makes a guide the master of its members.
+    __setstate__ = nn.Module.__setstate__
 
     @property
     def model(self) -> Callable[..., Any] | None:

@@ -115,6 +115,11 @@ class StructuredGuide(OwningAutoGuide):
         return False
 
     @property
+    def num_points(self) -> int:
+        """The number of points with equal weights that a mixture consists of; 0 for other guides."""
+        return 0
+
+    @property
     def site_names(self) -> list[str]:
         """The latent sites, in the order of sampling."""
         return list(self._uses)

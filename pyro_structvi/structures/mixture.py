@@ -140,6 +140,11 @@ class MixtureGuide(StructuredGuide):
         return are_points(self.all_posteriors())
 
     @property
+    def num_points(self) -> int:
+        is_even = bool((self.weights == self.weights[0]).all())
+        return self.num_members if self.is_of_points and is_even else 0
+
+    @property
     def _uses(self) -> dict[str, SiteUse]:  # type: ignore[override]
         return self._first._uses
 
@@ -345,9 +350,8 @@ class JointMixture:
 
     def quantiles(self, probs: Sequence[float] | Tensor) -> dict[str, Tensor]:
         """Return quantiles of each site's elements for points with equal weights."""
-        weights = self._guide.weights
         asked = probabilities(probs)
-        if self._guide.is_of_points and bool((weights == weights[0]).all()):
+        if self._guide.num_points:
             medians = stack_draws([each.median() for each in self._guide.members])
             values = {name: at_least_single(value) for name, value in medians.items()}
             return {name: value.quantile(asked.to(value), 0) for name, value in values.items()}

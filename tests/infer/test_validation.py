@@ -211,6 +211,16 @@ def test_no_value_counts_while_the_weight_of_the_kl_rises(kl_weight):
     assert_equal(state, metric.states[6])
 
 
+@pytest.mark.parametrize("make_points", [ps.MAPGuide, lambda model: ps.EnsembleGuide(model, 2)])
+def test_every_value_of_points_counts(make_points):
+    model, guide, data = make(guide=make_points)
+    metric = Recorder([5, 9, 8, 7], model, guide)
+    measured = ps.Validation(held_out(), metric, every=2, patience=2)
+    history = ps.fit(model, guide, data, num_steps=20, validation=measured, progress=False)
+    assert history.validation == [5, 9, 8, 7]
+    assert_equal(snapshot(model, guide), metric.states[1])
+
+
 def test_an_interrupted_fit_goes_back_to_the_best(monkeypatch):
     model, guide, data = make()
     metric = Recorder([1, 5, 2], model, guide)
