@@ -306,7 +306,7 @@ def fit_digits(title: str, smoke: bool) -> Digits:
 def show_digits(fits: dict[str, Future[Digits]], progress: Progress) -> None:
     from pyro_structvi.metrics import classification_scores
 
-    progress.write(f"Digits, of which {NUM_TEST} images are for the test.")
+    progress.write(f"Digits: {NUM_TEST} images are for the test.")
     header = ["guide", "parameters", "accuracy", "NLL (nats)", "calibration error"]
     table, scores = Table(progress, header, fits), {}
     for title, found in as_they_come(fits, progress):
