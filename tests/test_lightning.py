@@ -175,7 +175,7 @@ def train_on_a_rank(name, folder):
     torch.set_num_threads(1)
     options = {"optimizer": torch.optim.SGD, "lr": lambda step: 1e-4, "kl_weight": 1.0}
     module, noise = make(getattr(ps, name), **options), []
-    module.guide.register_forward_hook(lambda *_: noise.append(torch.get_rng_state()))
+    module.model.register_forward_hook(lambda *_: noise.append(torch.get_rng_state()))
     trainer = train(module, loader(12), devices=2, strategy="ddp")
     found = trainer.global_step, state_of(module), module.model.num_data, noise[-1]
     torch.save(found, f"{folder}/{trainer.global_rank}.pt")
