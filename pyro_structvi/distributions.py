@@ -12,6 +12,7 @@ from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import LogScaleNormal, MeanFieldNormal, PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
 from pyro_structvi.structures.scale_mixture import ScaleMixtureNormal
+from pyro_structvi.structures.student_t import IsotropicStudentT
 from pyro_structvi.weights.site_distributions import Auxiliary, JoinedPrior, PointMass
 from pyro_structvi.weights.weight_distribution import GaussianWeight, WeightDistribution
 
@@ -24,6 +25,7 @@ __all__ = [
     "FullNormal",
     "GaussianWeight",
     "InducingNormal",
+    "IsotropicStudentT",
     "JoinedPrior",
     "KTiedNormal",
     "LogScaleNormal",

@@ -1,5 +1,6 @@
 """The NumPyro model of a Pyro model: the same net, priors, likelihood and site names."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
 from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
 from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
 from pyro_structvi.sites.finding import find_declared_sites
+from pyro_structvi.structures.student_t import IsotropicStudentT
 
 # From the net's output and values by site to the distribution of the observations.
 JaxLikelihood = Callable[[Any, dict[str, Any]], Any]
@@ -193,10 +195,12 @@ def _translate_prior(name: str, prior: Any) -> partial[Any]:
     while type(prior).__name__ in ("Independent", "ExpandedDistribution"):
         prior = prior.base_dist
     kind = type(prior).__name__
+    if isinstance(prior, IsotropicStudentT):
+        return partial(_make_student_t, shape, to_array(prior.df), to_array(prior.scale))
     if kind not in _KINDS:
         raise NotImplementedError(
             f"The prior of the site '{name}' is a {kind}, which has no translation to NumPyro. "
-            f"Supported are {', '.join(_KINDS)}."
+            f"Supported are {', '.join(_KINDS)} and {IsotropicStudentT.__name__}."
         )
     arguments = {key: to_array(_unexpand(getattr(prior, key))) for key in argument_names(prior)}
     return partial(_make_prior, kind, shape, **arguments)
@@ -206,6 +210,14 @@ def _make_prior(kind: str, shape: tuple[int, ...], **arguments: Any) -> Any:
     arrays = {name: jnp.asarray(value) for name, value in arguments.items()}
     element = getattr(dist, kind)(**arrays)
     return element.expand(shape).to_event(len(shape))
+
+
+def _make_student_t(shape: tuple[int, ...], df: Any, scale: Any) -> Any:
+    size = math.prod(shape)
+    flat = dist.MultivariateStudentT(
+        jnp.asarray(df), jnp.zeros(size), jnp.asarray(scale) * jnp.eye(size)
+    )
+    return dist.TransformedDistribution(flat, dist.transforms.ReshapeTransform(shape, (size,)))
 
 
 def _unexpand(value: torch.Tensor) -> torch.Tensor:

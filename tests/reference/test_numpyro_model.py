@@ -25,6 +25,7 @@ from pyro_structvi import (
     Regressor,
     bayesianize,
 )
+from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.moments.nonlinear import NONLINEARITIES
 from pyro_structvi.moments.rules import RULES
 from pyro_structvi.reference import jax_net, to_numpyro
@@ -138,6 +139,7 @@ def add_to_relu_in_place(h):
             "2.weight": dist.Uniform(0.0, 1.5),
             "2.bias": dist.HalfCauchy(0.9),
         },
+        lambda name, value: IsotropicStudentT(3.0, 0.6, value.shape),
     ],
     ids=str,
 )

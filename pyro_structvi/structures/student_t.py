@@ -1,0 +1,143 @@
+"""A multivariate t distribution: normals around zero with a common, unknown scale."""
+
+import math
+from typing import Any, ClassVar, Self
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import Chi2, constraints
+
+from pyro_structvi._checks import (
+    Positive,
+    check_positive,
+    check_same_kind,
+    checked,
+    shape_text,
+    validates,
+)
+from pyro_structvi.linalg.matrices import event_sum
+from pyro_structvi.weights.arguments import as_expanded, as_size, check_value
+
+
+class IsotropicStudentT(TorchDistribution):
+    r"""The multivariate t distribution over all D elements of a parameter, with one scale.
+
+    .. math:: p(W) \propto \Bigl(1 + \frac{\lVert W \rVert^2}{\nu s^2}\Bigr)^{-(\nu + D) / 2}
+
+    This is the marginal distribution of independent normals with a common standard deviation
+    :math:`\sigma`, where :math:`\nu s^2 / \sigma^2` has a chi-squared distribution with :math:`\nu`
+    degrees of freedom. As the prior of each parameter of a net, for ``bayesianize``, it lets the data
+    determine the scale of each layer without a further site. The KL of a normal to it has no closed
+    form; :class:`~pyro_structvi.StructuredELBO` samples it.
+
+    Args:
+        df: The degrees of freedom :math:`\nu`, positive, ``(*batch)`` or a number.
+        scale: The typical scale s, positive, ``(*batch)`` or a number.
+        event_shape: The shape of the parameter; () for single elements.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
+
+    Raises:
+        ValueError: If ``df`` or ``scale`` is not positive, their shapes do not broadcast, or dtypes or
+            devices differ.
+
+    Example:
+        >>> from pyro_structvi import bayesianize
+        >>> prior = lambda name, value: IsotropicStudentT(4.0, 0.5, value.shape)
+        >>> bayesianize(torch.nn.Linear(3, 2), prior=prior).weight.shape
+        torch.Size([2, 3])
+        >>> IsotropicStudentT(4.0, 0.5, (2, 3)).variance[0, 0]
+        tensor(0.5000)
+
+    References:
+        Kotz and Nadarajah (2004), "Multivariate t distributions and their applications", section 1.1;
+        Neal (1996), "Bayesian learning for neural networks", for priors of layers' scales.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {
+        "df": constraints.positive,
+        "scale": constraints.positive,
+    }
+    has_rsample = True
+    df: Tensor
+    scale: Tensor
+
+    @checked
+    def __init__(
+        self,
+        df: Tensor | Positive,
+        scale: Tensor | Positive,
+        event_shape: Any = (),
+        validate_args: bool | None = None,
+    ) -> None:
+        like = next((value for value in (df, scale) if isinstance(value, Tensor)), torch.empty(()))
+        df, scale = (
+            value if isinstance(value, Tensor) else like.new_full((), value)
+            for value in (df, scale)
+        )
+        if validates(validate_args):
+            check_same_kind("scale", scale, "df", df)
+            check_positive("df", df)
+            check_positive("scale", scale)
+            pairs = zip(df.shape[::-1], scale.shape[::-1], strict=False)
+            if any(one != other and 1 not in (one, other) for one, other in pairs):
+                raise ValueError(
+                    "`df` and `scale` must have shapes that broadcast, but got "
+                    f"{shape_text(df.shape)} and {shape_text(scale.shape)}."
+                )
+        self.df, self.scale = torch.broadcast_tensors(df, scale)
+        super().__init__(self.df.shape, as_size("event_shape", event_shape), validate_args=False)
+        self._validate_args = validates(validate_args)
+
+    @property
+    def support(self) -> Any:
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    @property
+    def mean(self) -> Tensor:
+        """Zero, ``(*batch_shape, *event_shape)``; NaN where ``df`` is at most 1."""
+        return self._of_elements(torch.where(self.df > 1, 0.0, math.nan).to(self.df))
+
+    @property
+    def mode(self) -> Tensor:
+        return self._of_elements(torch.zeros_like(self.df))
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each element; infinite where ``df`` is at most 2, NaN where at most 1."""
+        finite = self.scale.square() * self.df / (self.df - 2)
+        wide = torch.where(self.df > 1, math.inf, math.nan).to(self.df)
+        return self._of_elements(torch.where(self.df > 2, finite, wide))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density, in nats, with shape ``(*sample, *batch_shape)``."""
+        if self._validate_args:
+            check_value(value, "scale", self.scale, self.batch_shape, self.event_shape)
+        size, df = self.event_shape.numel(), self.df
+        square = event_sum((value / self._before_event(self.scale)).square(), len(self.event_shape))
+        constant = torch.lgamma((df + size) / 2) - torch.lgamma(df / 2)
+        constant = constant - size * (0.5 * (math.pi * df).log() + self.scale.log())
+        density: Tensor = constant - 0.5 * (df + size) * (square / df).log1p()
+        return density
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw values ``(*sample_shape, *batch_shape, *event_shape)``."""
+        sample_shape = as_size("sample_shape", sample_shape)
+        shape = self._extended_shape(sample_shape)
+        noise = torch.randn(shape, dtype=self.scale.dtype, device=self.scale.device)
+        chi2 = Chi2(self.df, validate_args=False).rsample(sample_shape)
+        return noise * self._before_event(self.scale * (self.df / chi2).sqrt())
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
+        batch_shape = as_expanded(batch_shape, self.batch_shape)
+        new: Self = self._get_checked_instance(type(self), _instance)
+        new.df, new.scale = self.df.expand(batch_shape), self.scale.expand(batch_shape)
+        TorchDistribution.__init__(new, batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def _before_event(self, values: Tensor) -> Tensor:
+        return values[(..., *(None for _ in self.event_shape))]
+
+    def _of_elements(self, values: Tensor) -> Tensor:
+        return self._before_event(values).expand(self.batch_shape + self.event_shape)
