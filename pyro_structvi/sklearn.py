@@ -28,6 +28,7 @@ from pyro_structvi.reference.mclmc import NotMixedWarning, mclmc
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.points import are_points
+from pyro_structvi.structures.student_t import IsotropicStudentT
 
 Array = NDArray[Any]
 
@@ -47,6 +48,7 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
 REFINED = 10_000  # examples at most that "auto" refines, since each step takes all of them
 NUM_DRAWS = 200  # of a guide
 DRAWS_OF_CHAIN = 100
+DF_OF_CHAINS, SCALE_OF_CHAINS = 4.0, 0.5  # of the prior that learns scales
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
 
@@ -102,7 +104,9 @@ class _BayesianMLP(BaseEstimator):
             torch.manual_seed(check_random_state(self.random_state).randint(2**31 - 1))
             net = self._net(inputs.shape[1], num_outputs).to(data[0])
             self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
-            self.guide_ = self._guide(tuple(data))
+            self.guide_ = self._fitted_guide(tuple(data))
+            if self._is_refined(len(data[0])) and are_points(self.guide_.all_posteriors()):
+                self._learn_scales(net, tuple(data))
             self.draws_ = self._draws(tuple(data))
         return self
 
@@ -125,8 +129,7 @@ class _BayesianMLP(BaseEstimator):
             raise ValueError(f'`refine` must be True, False or "auto", but got {self.refine!r}.')
         return num_data <= REFINED if self.refine == "auto" else bool(self.refine)
 
-    def _guide(self, data: tuple[Tensor, ...]) -> StructuredGuide:
-        """Return a guide that is fitted to the data."""
+    def _guide(self) -> StructuredGuide:
         matrix_normal, count = POSTERIORS["matrix_normal"], self.num_members
         make: dict[str, Callable[..., StructuredGuide]] = {
             "ensemble": partial(guides.EnsembleGuide, size=count),
@@ -140,6 +143,10 @@ class _BayesianMLP(BaseEstimator):
             )
         own = self.posterior if callable(self.posterior) else make[self.posterior]
         guide: StructuredGuide = own(self.model_)
+        return guide
+
+    def _fitted_guide(self, data: tuple[Tensor, ...]) -> StructuredGuide:
+        guide = self._guide()
         options: dict[str, Any] = {}
         num_data = len(data[0])
         held_out = int(self.validation_fraction * num_data)
@@ -160,6 +167,21 @@ class _BayesianMLP(BaseEstimator):
             **options,
         )
         return guide
+
+    def _learn_scales(self, net: nn.Module, data: tuple[Tensor, ...]) -> None:
+        """Replace the prior of the model and of its points by one that learns the layers' scales.
+
+        Its density is highest where whole layers are zero, so points are found under normals.
+        """
+        points, scale = self.guide_.state_dict(), SCALE_OF_CHAINS * self.prior_scale
+        prior = bayesianize(
+            net, lambda name, value: IsotropicStudentT(DF_OF_CHAINS, scale, value.shape)
+        )
+        self.model_ = self._likelihood(prior)
+        self.model_.num_data = len(data[0])
+        self.guide_ = self._guide()
+        self.guide_.initialize(*data)
+        self.guide_.load_state_dict(points)
 
     @torch.no_grad()
     def _draws(self, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -231,6 +253,10 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     :math:`N(0, \texttt{prior\_scale}^2)`. By default the posterior is sampled by microcanonical Langevin
     chains that start at ``num_members`` points of maximum posterior density. With ``refine=False`` these
     points are a deep ensemble.
+
+    Chains from points have another prior, :class:`~pyro_structvi.distributions.IsotropicStudentT` with
+    4 degrees of freedom and the scale ``prior_scale / 2``: each weight matrix and each bias learns its
+    scale from the data.
 
     Args:
         hidden_layer_sizes: The numbers of units of the hidden layers.

@@ -24,7 +24,13 @@ from pyro_structvi._checks import (
     check_positive_number,
 )
 from pyro_structvi._pyro import declared_samples
-from pyro_structvi.weights.torch_distributions import base_of, map_tensors, median, tensors_of
+from pyro_structvi.weights.torch_distributions import (
+    base_of,
+    map_tensors,
+    median,
+    skip_validation,
+    tensors_of,
+)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -266,7 +272,9 @@ def _whole_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
             f"The prior for '{name}' must be a distribution that its own tensors define, such as "
             f"KTiedNormal or MultivariateNormal, but got {prior!r}."
         )
-    return map_tensors(prior, lambda tensor: tensor.detach().to(parameter))
+    own = map_tensors(prior, lambda tensor: tensor.detach().to(parameter))
+    skip_validation(own)  # which `torch.func.vmap` does not support
+    return own
 
 
 def argument_names(prior: Any) -> list[str]:

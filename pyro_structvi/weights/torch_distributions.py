@@ -47,6 +47,14 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return new
 
 
+def skip_validation(distribution: Any) -> None:
+    """Let a distribution and those that it contains take values without checks, in place."""
+    distribution._validate_args = False
+    for value in vars(distribution).values():
+        if isinstance(value, Distribution):
+            skip_validation(value)
+
+
 @cache
 def _cached_names(kind: type) -> frozenset[str]:
     pairs = (pair for base in kind.__mro__ for pair in vars(base).items())
