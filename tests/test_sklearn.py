@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from pyro.distributions.torch import Independent
 from scipy.stats import norm
 from sklearn.base import clone
 from sklearn.datasets import load_iris
@@ -16,6 +17,8 @@ from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import pyro_structvi as ps
+from pyro_structvi.distributions import IsotropicStudentT
+from pyro_structvi.sites.finding import find_declared_sites
 from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 
 SMALL = {"num_members": 2, "num_steps": 60, "random_state": 0, "dtype": "float64"}
@@ -105,6 +108,38 @@ def test_points_stop_where_held_out_data_are_predicted_best():
     options = {**SMALL, "num_members": 4, "num_steps": 800, "refine": False}
     estimator = BayesianMLPRegressor((20,), validation_fraction=0.25, **options)
     assert estimator.fit(inputs, targets).log_density(*new).mean() > -1.7
+
+
+def test_chains_sample_the_scale_of_each_layer(table):
+    """From points under normals, whose values are the first ones of the chains."""
+    inputs, targets = table
+    found = BayesianMLPRegressor((4,), **CHAINS).fit(inputs, targets)
+    points = BayesianMLPRegressor((4,), **SMALL, refine=False, validation_fraction=0).fit(
+        inputs, targets
+    )
+    assert found.guide_.model is found.model_
+    for mine, other in zip(found.guide_.members, points.guide_.members, strict=True):
+        torch.testing.assert_close(mine.median(), other.median(), rtol=0, atol=0)
+    for estimator, kind in ((found, IsotropicStudentT), (points, Independent)):
+        sites = find_declared_sites(estimator.model_)
+        assert {type(site.prior) for site in sites.values()} == {kind}
+
+
+@pytest.mark.slow
+def test_functions_of_few_rows_are_no_draws_of_a_wide_prior():
+    """Friedman's function of 25 rows. With normal priors the error was that of a constant."""
+    generator = np.random.default_rng(0)
+    x = generator.uniform(size=(325, 5))
+    y = (
+        10 * np.sin(np.pi * x[:, 0] * x[:, 1])
+        + 20 * (x[:, 2] - 0.5) ** 2
+        + 10 * x[:, 3]
+        + 5 * x[:, 4]
+    )
+    y += generator.normal(size=325)
+    options = {"num_members": 4, "num_steps": 500, "num_sampling_steps": 2000, "random_state": 0}
+    predictions = BayesianMLPRegressor(**options).fit(x[:25], y[:25]).predict(x[25:])
+    assert np.square(predictions - y[25:]).mean() < 0.45 * y[25:].var()
 
 
 def test_class_weights_are_weights_of_examples():

@@ -11,8 +11,10 @@ import pytest
 import torch
 from scipy.integrate import solve_ivp
 from torch import nn
+from torch.distributions.transforms import ReshapeTransform
 
 import pyro_structvi as ps
+from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.infer.data_warnings import NumDataWarning
 from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.chains import Chains, _kick, gradients_of
@@ -88,6 +90,31 @@ def test_the_density_is_the_log_joint_in_the_coordinates_of_the_guide(make_guide
         name: value.shape for name, value in guide.draw().items()
     }
     torch.testing.assert_close(found[0] - found[1], expected[0] - expected[1], rtol=1e-10, atol=0)
+
+
+def multivariate_normal(name, value):
+    tril = 0.5 * torch.eye(value.numel()) + 0.1 * torch.ones(value.numel(), value.numel()).tril()
+    flat = dist.MultivariateNormal(torch.zeros(value.numel()), scale_tril=tril)
+    reshape = ReshapeTransform((value.numel(),), value.shape)
+    return flat if value.dim() == 1 else dist.TransformedDistribution(flat, [reshape])
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [multivariate_normal, lambda name, value: IsotropicStudentT(3.0, 0.6, value.shape)],
+    ids=["normal", "t"],
+)
+def test_priors_of_all_elements_together_run_in_one_pass(prior):
+    model, data = make_regressor(prior=prior), regression_data()
+    guide = ps.EnsembleGuide(model, 3)
+    guide.initialize(*data)
+    target = LogJoint(model, guide, data)
+    positions = torch.randn(2, target.size)
+    expected = torch.stack([target(position) for position in positions])
+    torch.testing.assert_close(torch.func.vmap(target)(positions), expected)
+    loss = ps.StructuredELBO().loss(model, guide, *data)
+    guide.vectorize = False
+    assert loss == pytest.approx(ps.StructuredELBO().loss(model, guide, *data), rel=1e-12)
 
 
 def test_a_kick_is_the_flow_of_the_velocity():
