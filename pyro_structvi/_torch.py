@@ -324,6 +324,20 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def hook_numbers(module: nn.Module) -> list[int]:
+    """Return the numbers of all hooks of a module and its parameters; torch gives each once."""
+    own = vars(module)
+    numbers = [number for name in _HOOKS if own[name] for number in own[name]]
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.requires_grad:
+            numbers += parameter._backward_hooks or ()
+            numbers += parameter._post_accumulate_grad_hooks or ()
+    return numbers
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether functions of others run around an optimizer's steps, which a replay would leave out."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

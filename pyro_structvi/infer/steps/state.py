@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._torch import all_modules, made_by_hooks, own_tensors, take_apart
+from pyro_structvi._torch import all_modules, hook_numbers, made_by_hooks, own_tensors, take_apart
 from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
@@ -61,13 +61,14 @@ class Modules:
             yield from all_modules(root)
 
     def state(self) -> list[Hashable]:
-        """Return the state that a pass depends on: modules, tensors and plain values.
+        """Return the state that a pass depends on: modules, tensors, hooks and plain values.
 
         Objects are identified by ``id`` as long as they are alive, which :meth:`parts` is for.
         """
         state: list[Hashable] = [*self._known_to_functions().values()]
         for module in self:
             state.append(id(module))
+            state += hook_numbers(module)
             state += [value for value in vars(module).values() if type(value) in PLAIN]
             if isinstance(module, SitePosterior):
                 state.append(module.family)
