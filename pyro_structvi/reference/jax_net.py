@@ -76,6 +76,8 @@ def to_array(tensor: Tensor) -> Any:
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
+_VIEWS = ("flatten", "getattr", "getitem", "reshape", "squeeze", "unsqueeze", "view")
+
 # A module, its attribute, and the name of the attribute's site, which tied weights share.
 SiteAttribute = tuple[PyroModule, str, str]
 
@@ -120,6 +122,7 @@ class JaxNet:
                 self._output = node.args[0]
             elif node.op != "placeholder":
                 self._calls.append((node, *_translated(node, root)))
+        _check_memory(graph, {node: call for node, _, call in self._calls})
 
     def __call__(self, x: Any, sites: Mapping[str, Any]) -> Any:
         """Return the output ``(batch, ...)`` for an input ``(batch, ...)`` and values by site."""
@@ -210,6 +213,30 @@ def _translated(node: fx.Node, root: _Root) -> tuple[Callable[..., Any], inspect
             "`model.eval()` first, or leave dropout out."
         )
     return function, call
+
+
+def _check_memory(graph: fx.Graph, calls: Mapping[fx.Node, inspect.BoundArguments]) -> None:
+    """Raise if a tensor is read after its memory was changed in place by way of another tensor."""
+    bases: dict[Any, Any] = {}  # tensors whose memory is that of others
+    stale: set[Any] = set()
+
+    def base_of(value: Any) -> Any:
+        return base_of(bases[value]) if value in bases else value
+
+    for node in graph.nodes:
+        name, arguments = _name(node.target), calls[node].arguments if node in calls else {}
+        if name == "size" or arguments.get("name") == "shape":  # no memory is read
+            continue
+        if stale.intersection(node.all_input_nodes):
+            raise _untranslatable(
+                f"A tensor is read by `{name}` after a view of it, or the tensor that it is a view of, "
+                "was changed in place"
+            )
+        changes = arguments.get("inplace") and name != "dropout"
+        if changes or name in _VIEWS:
+            bases[node] = first = node.args[0]
+            others = {*bases, *bases.values()} - {first, node} if changes else set()
+            stale |= {each for each in others if base_of(each) is base_of(first)}
 
 
 def _name(target: Any) -> str:

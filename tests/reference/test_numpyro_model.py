@@ -115,6 +115,14 @@ def add_to_relu_in_place(h):
     return F.relu(h, inplace=True) + h
 
 
+def relu_of_a_view(h):
+    """Views whose tensors are not read again may be changed in place, and shapes may be read."""
+    doubled = h * 2
+    shape = doubled.shape
+    view = F.relu(doubled.view(-1, h.size(0)), inplace=True)
+    return F.elu(view, inplace=True).reshape(shape[0], -1)
+
+
 @pytest.mark.parametrize(
     "prior",
     [
@@ -216,6 +224,7 @@ def test_activations_and_their_derivatives_are_torchs(activation):
         lambda h: F.linear(h, h),
         lambda h: F.dropout(h, 0.5, training=False),
         add_to_relu_in_place,
+        relu_of_a_view,
     ],
 )
 def test_functions_are_torchs(function):
@@ -299,6 +308,19 @@ def elsewhere(h):
     return torch.overrides.handle_torch_function(elsewhere, (h,), h)
 
 
+def read_after_its_view_has_changed(h):
+    h = h * 2
+    F.relu(h.view(-1, 2), inplace=True)
+    return h
+
+
+def read_a_view_after_its_tensor_has_changed(h):
+    h = h * 2
+    view = h[:, :2]
+    F.relu(h, inplace=True)
+    return view.tanh()
+
+
 def sample_inside(h):
     return h + pyro.sample("z", dist.Normal(0.0, 1.0))
 
@@ -323,6 +345,8 @@ def sample_inside(h):
             r"module 'net\.0' \(Calls\) cannot be traced \(.*control flow",
         ),
         (Calls(elsewhere), r"function `\S+\.elsewhere` in"),
+        (Calls(read_after_its_view_has_changed), r"is read by `output` after a view of it, or"),
+        (Calls(read_a_view_after_its_tensor_has_changed), r"is read by `tanh` after a view of it"),
         (Calls(sample_inside), r"draws the site 'z' inside a forward pass"),
         (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), r"'net\.1' \(Dropout\) is active.*eval"),
     ],
