@@ -85,6 +85,18 @@ def _prior_scale(site: LatentSite, prior: Any) -> Tensor:
     return torch.where(torch.isfinite(scale), scale, unit.to(scale))
 
 
+def _check_plates(samples: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` if a plate takes a part of its examples."""
+    for name, node in samples.items():
+        for frame in node["cond_indep_stack"]:
+            if frame.full_size is not None and frame.size != frame.full_size:
+                raise ValueError(
+                    f"`model` must have all {frame.full_size} examples of its plate '{frame.name}' in "
+                    f"each pass, but takes {frame.size} at '{name}'. Sample a model without "
+                    "`subsample_size`, and pass all data."
+                )
+
+
 class LogJoint:
     """The log joint density of a model in ``size`` coordinates of a guide, up to a constant."""
 
@@ -94,10 +106,12 @@ class LogJoint:
         self._model, self._args = model, args
         with poutine.block():
             trace = poutine.trace(model).get_trace(*args)
+        samples = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
+        _check_plates(samples)
         latent = {
             name: node
-            for name, node in trace.iter_stochastic_nodes()
-            if not site_is_subsample(node)
+            for name, node in samples.items()
+            if not node["is_observed"] and not site_is_subsample(node)
         }
         # Members of a mixture lie in several modes, and one linear map does not fit them all: the
         # coordinates are then values in the units of a member's deviations.

@@ -94,7 +94,7 @@ def mclmc(
 
     Raises:
         ValueError: If an argument is out of range, the guide is not initialized, sites of the model are
-            missing in it, or the model has a single latent number.
+            missing in it, the model has a single latent number, or a plate takes a part of the data.
         RuntimeError: If the model cannot run several draws in one pass, or be compiled for
             ``compiled=True``, or no chain can move.
 

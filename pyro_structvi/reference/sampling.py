@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyro
 import pyro.poutine as poutine
 import torch
 from numpyro.infer import MCMC, NUTS, init_to_median
@@ -27,6 +28,7 @@ from pyro_structvi._checks import (
 from pyro_structvi.reference.draws import ChainDraws, convergence_of
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
+from pyro_structvi.sites.finding import separate_randomness
 
 _ROWS_AT_A_TIME = 1024
 # Statistics of NumPyro, and their names in ArviZ.
@@ -87,7 +89,7 @@ def nuts(
         target_accept_prob: The target acceptance probability of the step size, in (0, 1). Higher values
             mean smaller steps and fewer divergences.
         max_tree_depth: A draw takes at most ``2 ** max_tree_depth - 1`` gradients.
-        seed: Seed of JAX's generator.
+        seed: Seed of JAX's generator; the generators of torch stay as they are.
         progress: Whether to show a progress bar for each chain.
 
     Returns:
@@ -129,7 +131,9 @@ def nuts(
     if not model.is_num_data_given:  # `fit` sets it likewise
         model.num_data = len(x)
         translated = replace(translated, num_data=len(x))
-    example = _check_translation(model, translated, x, y)
+    with separate_randomness():
+        pyro.set_rng_seed(seed)
+        example = _check_translation(model, translated, x, y)
     with jax.enable_x64(True):
         kernel = NUTS(
             translated,

@@ -382,6 +382,18 @@ def test_what_cannot_be_sampled_is_refused():
     with pytest.raises(ValueError, match=r"The sites \['extra'\] of `model` are missing"):
         sample(larger, guide, data, progress=False)
 
+    def subsampled(x, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("examples", 20, subsample_size=5) as chosen:
+            pyro.sample("y", dist.Normal(x[chosen] @ weight, 1.0), obs=y[chosen, 0])
+
+    guide_of_parts = ps.MeanFieldGuide(subsampled)
+    guide_of_parts.initialize(*data)
+    with pytest.raises(
+        ValueError, match=r"all 20 examples of its plate 'examples'.*takes 5 at 'y'"
+    ):
+        sample(subsampled, guide_of_parts, data, progress=False)
+
 
 def test_the_first_steps_are_as_large_as_their_target_says():
     """The energy changes by the variance that is asked for, within a factor of 3, at both ends."""

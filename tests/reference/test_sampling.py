@@ -272,8 +272,10 @@ def test_a_part_of_the_data_and_too_few_draws_are_refused(model):
 def test_a_model_that_the_translation_misses_is_refused(change, message):
     model = Regressor(bayesianize(nn.Linear(3, 1), 1.0), NUM_DATA, 0.1)
     model.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
+    state = torch.get_rng_state()
     with pytest.raises(NotImplementedError, match=message):
         nuts(model, *make_data())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.gpu
