@@ -8,6 +8,7 @@ from torch import Tensor
 from pyro_structvi._checks import Count, Program, checked
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.posterior.prediction import predict
+from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.structures.mixture import MixtureGuide
 
 NUM_STEPS = 500  # of expectation maximization, which converges in tens of them
@@ -20,7 +21,8 @@ def weigh_by_bound(
     r"""Weigh the members of a mixture by their bounds, :math:`w_k \propto \exp(\mathrm{ELBO}(q_k))`.
 
     These weights maximize the bound of the mixture if members do not overlap. A member whose bound is
-    several nats higher than all others has nearly all the weight; it is :attr:`MixtureGuide.best`.
+    several nats higher than all others has nearly all the weight; it is :attr:`MixtureGuide.best`. The
+    model runs in evaluation mode.
 
     Args:
         model: The model.
@@ -47,7 +49,7 @@ def weigh_by_bound(
             "`weigh_by_stacking(model, guide, x, y)` with data that were held out."
         )
     elbo = StructuredELBO(num_particles=num_particles)
-    with torch.no_grad():
+    with evaluation_mode(model):
         bounds = [elbo.terms(model, each, *args, **kwargs).elbo for each in guide.members]
     _set_weights(guide, torch.stack(bounds).softmax(0))
 

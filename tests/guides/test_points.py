@@ -278,6 +278,21 @@ def test_weights_by_the_bound():
     assert guide.best is guide.members[int(guide.weights.argmax())]
 
 
+def test_weights_by_the_bound_are_those_of_evaluation_mode():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0, normalization=False), 12, 0.5)
+    guide = ps.MixtureGuide(model, partial(ps.MeanFieldGuide, init_scale=1e-6), 2, vectorize=False)
+    data = regression_data()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    ps.weigh_by_bound(model, guide, *data)
+    assert model.training
+    for name, value in model.named_buffers():
+        near(value, before[name])
+    model.eval()
+    bounds = [ps.StructuredELBO().terms(model, each, *data).elbo for each in guide.members]
+    near(guide.weights, torch.stack(bounds).detach().softmax(0), 1e-4)
+
+
 def test_stacking_finds_the_optimal_weights():
     model, guide = mixture(ps.MAPGuide, size=2)
     with torch.no_grad():
