@@ -47,7 +47,8 @@ class StructuredModule(LightningModule):
 
     On several devices each process has its share of the data, and separate noise. It scales its
     likelihood by ``num_data`` over its own batch, so the mean of the processes' gradients is unbiased. A
-    step of the schedules is a step of the optimizer, also where gradients are accumulated.
+    step of the schedules is a step of the optimizer, also where gradients are accumulated. The last
+    step of an epoch has the mean gradient of its mini-batches, also where these are fewer.
 
     Args:
         model: The model.
@@ -157,7 +158,16 @@ class StructuredModule(LightningModule):
             "kl": likelihood - elbo,
             "kl_weight": weight,
         })
-        return loss
+        return loss * self._share_of(batch_idx)
+
+    def _share_of(self, batch_idx: int) -> float:
+        """Return a factor of a loss, since Lightning divides by the number of a complete step."""
+        complete, total = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
+        rest = total % complete
+        is_left_over = batch_idx >= total - rest  # never in an epoch of unknown length
+        if is_left_over and not self.trainer.strategy.handles_gradient_accumulation:
+            return complete / rest
+        return 1.0
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean log predictive density of the examples of a mini-batch."""

@@ -90,6 +90,21 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     torch.testing.assert_close(state_of(parts), state_of(whole))
 
 
+def test_an_incomplete_accumulation_is_the_mean_of_its_batches():
+    options = {"optimizer": torch.optim.SGD, "lr": lambda step: 1e-4, "kl_weight": 1.0}
+    own, other = make(ps.MAPGuide, **options), make(ps.MAPGuide, **options)
+    train(own, loader(5), accumulate_grad_batches=3)
+    other.model.num_data = SIZE
+    pairs, elbo = [*loader(5)], ps.StructuredELBO()
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-4)
+    for part in (pairs[:3], pairs[3:], pairs[:3], pairs[3:]):
+        optimizer.zero_grad()
+        losses = [elbo.differentiable_loss(other.model, other.guide, x, y) for x, y in part]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(state_of(own), state_of(other))
+
+
 def test_a_schedule_counts_steps_of_the_optimizer(tmp_path):
     module = make(kl_weight=lambda step: step / 10, lr=lambda step: 1e-3 * (step + 1))
     logger = CSVLogger(tmp_path)
