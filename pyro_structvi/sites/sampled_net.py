@@ -30,7 +30,8 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.
-        ValueError: If a site of the net has no value, or one of another shape.
+        ValueError: If a site of the net has no value, or one of another shape; if ``draw`` is None for a
+            mixture or an ensemble.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
@@ -46,6 +47,12 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
             f"{brief(model)} with {len(found)} of them. Make the guide of a `Classifier`, a `Regressor` "
             "or a module around one net."
         )
+    if draw is None and (self.num_members > 1 or _has_members(self)):
+        raise ValueError(
+            "`draw` must be given for a mixture or an ensemble: the average of its members' weights is "
+            "no net of the posterior. Write `guide.to_net(guide.draw())`, or for a mixture "
+            "`guide.best.to_net()`."
+        )
     values = self.median() if draw is None else draw
     memo: dict[int, Any] = {}  # values that need no copy
     for module in found[0].modules():
@@ -58,6 +65,11 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     for module, own in parameters:
         _make_plain(module, own)
     return copied
+
+
+def _has_members(guide: Any) -> bool:
+    """Whether the posterior of a site is an ensemble."""
+    return any(getattr(each(), "is_mixture", False) for each in guide.all_posteriors())
 
 
 def _outermost(module: Any) -> list[nn.Module]:

@@ -334,10 +334,10 @@ class StructuredGuide(OwningAutoGuide):
         return module_key(self._weight_of.get(name, name)) in self.posteriors
 
 
-def check_one_posterior(guide: StructuredGuide) -> None:
+def check_one_posterior(guide: StructuredGuide, name: str = "guide") -> None:
     """Raise a ``ValueError`` for a mixture, whose members have separate posteriors."""
     if guide.num_members > 1:
         raise ValueError(
-            "`guide` must have one posterior for each site, but is a mixture. Call this for each of its "
-            "members, such as `guide.members[0]`."
+            f"`{name}` must have one posterior for each site, but is a mixture. Call this for each of "
+            f"its members, such as `{name}.members[0]`."
         )

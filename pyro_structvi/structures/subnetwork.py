@@ -12,7 +12,7 @@ from pyro_structvi._checks import check_mask, check_shape, checked
 from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.site_posterior import Coupling, SharedPosterior, SitePosterior, couple
-from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.full_covariance import FullCovariance
 from pyro_structvi.weights.site_distributions import PointMass
@@ -188,6 +188,7 @@ class SubnetworkGuide(StructuredGuide):
         if center is not None:
             if options.get("init_loc_fn") is not None:
                 raise ValueError("Give one of `center` and `init_loc_fn`, but got both.")
+            check_one_posterior(center, "center")
             values = center.median()
             if not chosen.keys() <= values.keys():
                 raise ValueError(

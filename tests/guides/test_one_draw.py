@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pyro
@@ -274,6 +275,22 @@ def test_functions_of_an_ensemble_are_those_of_its_members_in_turn():
     ensemble, x = ps.EnsembleGuide(make_regressor(8), size=3), torch.randn(7, 3)
     members = torch.stack([member.to_net()(x) for member in ensemble.members])
     close(ensemble.sample_functions(3)(x), members)
+    nets = [ensemble.to_net(ensemble.draw(number=number)) for number in range(3)]
+    close(torch.stack([net(x) for net in nets]), members)
+
+
+@pytest.mark.parametrize(
+    "make_guide",
+    [
+        partial(ps.EnsembleGuide, size=2),
+        partial(ps.InducingWeightGuide, inducing_shape=(2, 2), inducing_posterior="ensemble"),
+    ],
+)
+def test_an_ensemble_has_no_net_of_average_weights(make_guide):
+    guide = make_guide(make_regressor(8))
+    with pytest.raises(ValueError, match=r"`draw` must be given.*guide\.to_net\(guide\.draw\(\)\)"):
+        guide.to_net()
+    assert type(guide.to_net(guide.draw())) is nn.Sequential
 
 
 def test_it_is_a_module_with_a_state():

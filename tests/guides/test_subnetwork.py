@@ -244,6 +244,10 @@ def test_what_else_is_refused():
             ps.SubnetworkGuide(model, CHOSEN, posterior=posterior)
     with pytest.raises(ValueError, match="`center` must be a guide of the same model"):
         ps.SubnetworkGuide(model, CHOSEN, ps.MAPGuide(other))
+    with pytest.raises(
+        ValueError, match=r"`center` must have one .* such as `center\.members\[0\]`"
+    ):
+        ps.SubnetworkGuide(model, CHOSEN, ps.EnsembleGuide(model, 2))
     with pytest.raises(ValueError, match="one of `center` and `init_loc_fn`"):
         ps.SubnetworkGuide(model, CHOSEN, ps.MAPGuide(model), init_loc_fn=lambda site: None)
     large = ps.Classifier(ps.bayesianize(nn.Linear(1000, 1000)), 10)
