@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pyro
 import pyro.distributions as dist
@@ -433,6 +433,8 @@ class TokenClassifier(Likelihood):
         >>> Predictive(model, num_samples=3)(torch.zeros(2, 5, dtype=torch.long))["obs"].shape
         torch.Size([3, 2, 4])
     """
+
+    __constants__: ClassVar = ["ignore_index", "shift"]
 
     @checked
     def __init__(

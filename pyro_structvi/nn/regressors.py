@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pyro.distributions as dist
 import torch
@@ -71,6 +71,8 @@ class Regressor(Likelihood):
         distribution", for heteroscedastic noise; Lange, Little and Taylor (1989), "Robust statistical
         modeling using the t distribution".
     """
+
+    __constants__: ClassVar = ["df", "is_heteroscedastic"]
 
     @checked
     def __init__(

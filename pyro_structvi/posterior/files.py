@@ -18,13 +18,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, brief, checked, shape_text
+from pyro_structvi._pyro import declared_samples, plain_class
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior
 from pyro_structvi.nn.random_module import frozen_keys
 from pyro_structvi.posterior.pruning import prune_inducing_factors
 from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.torch_distributions import base_of, tensors_of
 
 KEY = "pyro_structvi"  # of the header in the metadata of a file
-FORMAT = 4
+FORMAT = 5
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 OPTIONS = "._extra_state"  # of families; of any shape
@@ -38,8 +42,8 @@ def save(
     """Write a fitted posterior to a file of safetensors, with all that :func:`load` needs.
 
     The file has the state dicts of guide and model, and in its header the class of the guide, the
-    families of sites with their options, and the versions of packages. A file that exists is replaced in
-    one step.
+    families of sites with their options, the classes and options of the model's modules, the kinds of
+    its priors, and the versions of packages. A file that exists is replaced in one step.
 
     Args:
         path: The path of the file.
@@ -80,6 +84,7 @@ def save(
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
         "guide": _write_guide(guide, tensors),
+        "model": _parts_of(model),
         "left_out": {key: _digest(value) for key, value in left_out.items()},
     }
     path = Path(path)
@@ -95,11 +100,14 @@ def load(
 ) -> StructuredGuide:
     """Read a file of :func:`save`: return its guide, and give the model its state.
 
-    Nothing in a file is run as code, and everything is compared before a parameter changes.
+    Nothing in a file is run as code, and everything is compared before a parameter changes. Numbers that
+    are tensors of the model, such as the scales of priors and of known noise, are those of the file.
+    Functions, such as those that a net's ``forward`` calls, are not compared, and neither are dropout,
+    ``num_data`` and other settings of training.
 
     Args:
         path: The path of the file.
-        model: A model made like the model of the file.
+        model: A model made like the model of the file: the same modules, likelihood and kinds of priors.
         guide: A guide to load into, with the families of the file. None to make it by the header, which
             needs a model that declares its sites, as ``bayesianize`` does.
 
@@ -137,6 +145,7 @@ def load(
     tensors |= {key: frozen[key] for key in digests}
     for name, own in states.items():
         _check_state(name, own, tensors)
+    _refuse("model", _differences(header["model"], _parts_of(model)))
     for name, own in states.items():
         if own:
             loaded = {key.removeprefix(f"{name}."): tensors[key] for key in own}
@@ -184,6 +193,11 @@ def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Ten
         elif not key.endswith(OPTIONS) and _kind_of(tensors[key]) != _kind_of(own[key]):
             kinds = f"{_kind_of(tensors[key])} in the file and {_kind_of(own[key])} here"
             wrong.append(f"'{key}' is {kinds}")
+    _refuse(name, wrong)
+
+
+def _refuse(name: str, wrong: list[str]) -> None:
+    """Raise a ``ValueError`` if there are differences between a file and a module."""
     if wrong:
         more = f", and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise ValueError(
@@ -221,6 +235,69 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
             f"{PACKAGES[0]} {wrote}. Read it with that version."
         )
     return header, tensors
+
+
+# ---- parts of models -----------------------------------------------------------------------------
+
+Parts = Mapping[str, Mapping[str, Any]]
+OF_TRAINING = ("dropout", "inplace", "momentum", "sparse")  # among the constants of torch's modules
+EMPTY = ("Identity", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "Sequential")
+
+
+def _parts_of(model: Any) -> Parts:
+    """Return the parts that a model's functions depend on besides its state, by paths of modules.
+
+    Each module has its constants, as torch declares them for TorchScript, and the kinds of its priors. A
+    likelihood or a module without parts has its class, too; others may be arranged in another way.
+    """
+    root = poutine.unwrap(model)
+    modules = root.named_modules(remove_duplicate=False) if isinstance(root, nn.Module) else ()
+    parts = {}
+    for path, module in modules:
+        kind = plain_class(module).__name__.removeprefix("Pyro")
+        if kind in EMPTY or "drop" in kind.lower():
+            continue
+        is_whole = isinstance(module, Likelihood) or not any(True for _ in module.children())
+        own: dict[str, Any] = {"class": kind} if is_whole else {}
+        for name in getattr(module, "__constants__", ()):
+            if name in vars(module) and name not in OF_TRAINING:
+                own[name] = vars(module)[name]
+        for attribute, prior in declared_samples(module).items():
+            own[f"prior of {attribute}"] = _kind_of_prior(prior)
+        if own:
+            parts[path] = own
+    found: Parts = json.loads(json.dumps(parts, default=brief))  # lists in place of tuples
+    return found
+
+
+def _kind_of_prior(prior: Any) -> str:
+    if isinstance(prior, BufferedPrior):
+        return prior.kind.__name__
+    if isinstance(prior, ScaledPrior):
+        return f"Normal of scale {prior.factor:.6g} {prior.scale}"
+    if not isinstance(prior, torch.distributions.Distribution):
+        return type(prior).__name__
+    base = base_of(prior)  # whose tensors are in no state dict
+    ranges = (f"{float(each.min()):.6g} to {float(each.max()):.6g}" for each in tensors_of(base))
+    return f"{type(base).__name__} of {', '.join(ranges)}"
+
+
+def _differences(saved: Parts, own: Parts) -> list[str]:
+    """Return the differences between the parts of two models in words."""
+    wrong = []
+    for path in dict.fromkeys([*saved, *own]):
+        name = f"model.{path}".removesuffix(".")
+        theirs, ours = saved.get(path, {}), own.get(path, {})
+        if "class" in (theirs.keys() ^ ours.keys()):
+            where = "only the file has" if theirs else "the file has no"
+            wrong.append(f"{where} '{name}', of class {(theirs or ours)['class']}")
+            continue
+        wrong += [
+            f"'{name}' has {key} {theirs[key]} in the file and {ours[key]} here"
+            for key in theirs
+            if key in ours and theirs[key] != ours[key]
+        ]
+    return wrong
 
 
 # ---- guides --------------------------------------------------------------------------------------

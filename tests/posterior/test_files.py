@@ -1,10 +1,13 @@
 """Posteriors that are saved to a file and loaded from it."""
 
 import json
+from dataclasses import replace
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroModule, PyroSample
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -201,9 +204,9 @@ def test_pruned_factors_of_inducing_weights_are_loaded(tmp_path):
 
 def test_a_guide_that_a_function_needs_is_passed(tmp_path):
     def model(x, y=None):
-        weight = pyro.sample("weight", pyro.distributions.Normal(0.0, 1.0).expand([3]).to_event(1))
+        weight = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
         with pyro.plate("data", len(x)):
-            pyro.sample("y", pyro.distributions.Normal(x @ weight, 0.1), obs=y)
+            pyro.sample("y", dist.Normal(x @ weight, 0.1), obs=y)
 
     x, y = torch.randn(8, 3), torch.randn(8)
     guides = [ps.MeanFieldGuide(model) for _ in range(2)]
@@ -245,7 +248,7 @@ def options_of(guide):
     [
         (
             lambda header, guide: header.update(format=99),
-            f"must be a file of format 4, but .* has format 99, by pyro-structvi {ps.__version__}",
+            f"must be a file of format 5, but .* has format 99, by pyro-structvi {ps.__version__}",
         ),
         (lambda header, guide: guide.clear(), r"its header describes no guide \('dict' object"),
         (lambda header, guide: header.pop("guide"), r"its header describes no guide \('guide'\)"),
@@ -328,3 +331,86 @@ def test_what_cannot_be_saved_or_loaded_leaves_file_and_guide(tmp_path):
     with pytest.raises(RuntimeError, match="has family = KTied instead of MeanField at the site"):
         ps.load(path, model, guide)
     assert_unchanged(guide, before)
+
+
+def make_small(kind=ps.Regressor, activation=None, prior=1.0, last=(), **options):
+    net = nn.Sequential(nn.Linear(3, 2), activation or nn.LeakyReLU(0.1), nn.Linear(2, 2), *last)
+    return kind(ps.bayesianize(net, prior=prior), 8, **options)
+
+
+class ByHand(PyroModule):
+    """A linear regression whose prior is in no state dict."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.weight = PyroSample(dist.Normal(0.0, scale).expand([3]).to_event(1))
+
+    def forward(self, x, y=None):
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(x @ self.weight, 1.0), obs=y)
+
+
+OF_DF = {"noise": 0.5, "df": 4}
+TOKENS = {"kind": ps.TokenClassifier}
+SCALES, LAPLACE = ps.HierarchicalScale(dist.HalfCauchy(1.0)), dist.Laplace(0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "others", "message"),
+    [
+        (OF_DF, {"noise": 0.5, "df": 5.0}, "'model' has df 4 in the file and 5.0 here"),
+        (OF_DF, {"noise": 0.5}, "'model' has df 4 in the file and None here"),
+        (
+            TOKENS,
+            {"kind": ps.Classifier},
+            "'model' has class TokenClassifier in the file and Class",
+        ),
+        (TOKENS, TOKENS | {"shift": True}, "'model' has shift False in the file and True here"),
+        (
+            TOKENS,
+            TOKENS | {"activation": nn.Tanh()},
+            r"'model\.net\.1' has class LeakyReLU in .* Tanh",
+        ),
+        (TOKENS, TOKENS | {"activation": nn.LeakyReLU(0.2)}, "negative_slope 0.1 .* and 0.2 here"),
+        (TOKENS, TOKENS | {"last": [nn.Tanh()]}, r"file has no 'model\.net\.3', of class Tanh"),
+        (
+            TOKENS | {"last": [nn.Tanh()]},
+            TOKENS,
+            r"only the file has 'model\.net\.3', of class Tanh",
+        ),
+        (
+            TOKENS | {"prior": LAPLACE},
+            TOKENS,
+            r"'model\.net\.0' has prior of weight Laplace in the",
+        ),
+        (
+            TOKENS | {"prior": SCALES},
+            TOKENS | {"prior": replace(SCALES, fan_in=4.0)},
+            "Normal of scale 1 weight_scale in the file and Normal of scale 0.5 weight_scale here",
+        ),
+        (
+            {"scale": 1.0},
+            {"scale": 2.0},
+            "weight Normal of 0 to 0, 1 to 1 in .* 0 to 0, 2 to 2 here",
+        ),
+    ],
+)
+def test_models_of_other_parts_are_refused(tmp_path, options, others, message):
+    model, other = (ByHand(**o) if "scale" in o else make_small(**o) for o in (options, others))
+    ps.save(tmp_path / "file", model, ps.MeanFieldGuide(model))
+    before = state_of(other)
+    with pytest.raises(ValueError, match=message):
+        ps.load(tmp_path / "file", other)
+    assert_unchanged(other, before)
+
+
+def test_settings_of_training_may_differ_and_scales_are_those_of_the_file(tmp_path):
+    shared = nn.ReLU()
+    model = make_small(activation=shared, last=[nn.Dropout(0.1), shared, nn.Identity()], noise=0.5)
+    ps.save(tmp_path / "file", model, ps.MeanFieldGuide(model))
+    last = [nn.Identity(), nn.ReLU(), nn.Dropout(0.5), nn.Sequential()]
+    other = make_small(activation=nn.ReLU(inplace=True), prior=2.0, last=last, noise=1.0).eval()
+    other.num_data = 99
+    ps.load(tmp_path / "file", other)
+    assert other.num_data == 99
+    assert_equal_states(model, other)  # with the scales of priors and noise
