@@ -3,7 +3,7 @@
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -128,6 +128,27 @@ def is_householder(parametrization: Any) -> bool:
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks around a module's forward pass, such as ``weight_norm``'s."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+@contextmanager
+def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back the classes, parameters, buffers and parts of modules if a block raises.
+
+    A pass under vmap may fail while a net has other ones, such as adapters of parameters.
+    """
+    kept = [(each, type(each), {name: {**vars(each)[name]} for name in _PARTS}) for each in modules]
+    try:
+        yield
+    except BaseException:
+        for module, kind, parts in kept:
+            module.__class__ = kind
+            for name, own in parts.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(own)
+        raise
+
+
+_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager

@@ -8,13 +8,14 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.posterior.inference_data import pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.site_posterior import in_one_pass
 from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
 from pyro_structvi.structures.dropout import BernoulliDropout
@@ -120,7 +121,7 @@ def pareto_k(
         joint.factorize()
         weights = guide.median().values()
         size = sum(value.numel() * value.element_size() for value in weights)
-        return _diagnosis(_of_draws(log_weight, num_samples, size))
+        return _diagnosis(_of_draws(log_weight, num_samples, size, modules_of(model)))
 
 
 def _check_density(guide: StructuredGuide) -> None:
@@ -169,7 +170,9 @@ def _check_data(of_model: Any, num_data: int | None) -> None:
                 )
 
 
-def _of_draws(log_weight: Callable[[Any], Tensor], count: int, size: int) -> Tensor:
+def _of_draws(
+    log_weight: Callable[[Any], Tensor], count: int, size: int, modules: list[nn.Module]
+) -> Tensor:
     """Return the log weights of several draws, vectorized unless torch cannot vectorize the model."""
     # vmap disables validation, so the first draw runs alone to raise errors.
     with counted_bytes() as outputs:  # of layers
@@ -178,7 +181,7 @@ def _of_draws(log_weight: Callable[[Any], Tensor], count: int, size: int) -> Ten
     numbers = torch.arange(1, count, device=first.device)
     others: list[Tensor] = []
     for part in numbers.split(at_once):
-        together = in_one_pass(log_weight, part)
+        together = in_one_pass(log_weight, part, modules)
         if together is None:
             others = [log_weight(number).reshape(1) for number in numbers]
             break

@@ -23,7 +23,9 @@ from pyro_structvi._checks import (
     checked,
     warn_user,
 )
+from pyro_structvi._torch import parts_kept
 from pyro_structvi.infer.terms import ELBOTerms, average, expected_terms, terms_of
+from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.lazy import DelayDraws
 
@@ -227,7 +229,8 @@ class StructuredELBO(ELBO):
             return average([run(number) for number in range(count)])
         joint.factorize()
         try:
-            return _run_together(run, joint.stacked(count))
+            with parts_kept(modules_of(model)):
+                return _run_together(run, joint.stacked(count))
         except RuntimeError as error:
             # The model says itself what is wrong with one draw, too.
             terms_of(*self._get_trace(model, guide, args, kwargs), self.max_plate_nesting)

@@ -285,7 +285,7 @@ class Passes:
         """Run a function at several draws in one pass; None for one draw, or if torch cannot do so."""
         if self._in_turn or len(next(nested_tensors(draws))) == 1:
             return None
-        found = in_one_pass(run, draws)
+        found = in_one_pass(run, draws, modules_of(self._model))
         self._in_turn = found is None
         return found
 

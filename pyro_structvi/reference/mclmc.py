@@ -10,13 +10,14 @@ from torch.func import vmap
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn_user
+from pyro_structvi._torch import parts_kept
 from pyro_structvi.infer.batches import TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.chains import Chains, Compiled, gradients_of, without_python
 from pyro_structvi.reference.draws import ChainDraws, convergence_of
 from pyro_structvi.reference.log_joint import LogJoint
-from pyro_structvi.sites.finding import separate_randomness
+from pyro_structvi.sites.finding import modules_of, separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 
 
@@ -137,7 +138,8 @@ def mclmc(
         )
     set_num_data(model, guide, num_examples(batches))
     start = time.perf_counter()
-    with separate_randomness(), evaluation_mode(model), evaluation_mode(guide):
+    parts = parts_kept(modules_of(model))
+    with separate_randomness(), evaluation_mode(model), evaluation_mode(guide), parts:
         pyro.set_rng_seed(seed)
         target = LogJoint(model, guide, batches.data)
         position = torch.stack([target.start(guide.draw(number=k)) for k in range(num_chains)])

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
-from pyro_structvi._torch import remove_hooks
+from pyro_structvi._torch import parts_kept, remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
 from pyro_structvi.nn.padding import ROW, has_padding_row, put_padding, write_padding_row
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
@@ -181,8 +181,12 @@ class SampledFunctions(nn.Module):
             return read_output(result, self._output)
 
         try:
-            outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
-        except RuntimeError as error:
+            with parts_kept(self._net[0].modules()):
+                outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
+        except (
+            KeyError,
+            RuntimeError,
+        ) as error:  # of functional_call, for a net that changes itself
             raise RuntimeError(
                 f"The net must run under `torch.func.vmap`, but it failed there: {error}. Call a net "
                 "for each sample, `guide.to_net(guide.draw())`, unless the arguments are wrong."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pyro_structvi._pyro import inside_plate
-from pyro_structvi._torch import inside_transform, is_recording
+from pyro_structvi._torch import inside_transform, is_recording, parts_kept
 from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.weights.lazy import LazySlice, LazyWeight
@@ -411,15 +411,18 @@ def are_plain(values: Iterable[Any]) -> bool:
     return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
-def in_one_pass(run: Callable[[Any], T], values: Any) -> T | None:
-    """Map a function over stacked samples by vmap, each with separate random numbers.
+def in_one_pass(
+    run: Callable[[Any], T], values: Any, modules: Iterable[nn.Module] = ()
+) -> T | None:
+    """Map a function over stacked samples by vmap, each with separate random numbers; None if it fails.
 
-    Validation is off, since values are not accessible under vmap.
+    Validation is off, since values are not accessible under vmap. Parts of modules stay as they were.
     """
     with warnings.catch_warnings(), pyro.validation_enabled(False):
         warnings.filterwarnings("ignore", "There is a performance drop")
         try:
-            results: T = torch.func.vmap(run, randomness="different")(values)
+            with parts_kept(modules):
+                results: T = torch.func.vmap(run, randomness="different")(values)
         except Exception:
             return None
     return results

@@ -7,7 +7,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 import pyro_structvi as ps
 from pyro_structvi.posterior import prediction
@@ -319,3 +321,50 @@ def test_tensors_of_a_subclass_never_meet_vmap(where, monkeypatch):
         own.loc = nn.Parameter(mark(own.loc.detach()))
     monkeypatch.setattr(torch.func, "vmap", lambda *args, **options: pytest.fail("vmap was called"))
     assert ps.predict(model, posterior, x, num_samples=6).functions.shape == (6, 12, 1)
+
+
+class Shift(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, weight):
+        return weight + self.shift
+
+
+class Adapted(nn.Module):
+    """Changes a frozen weight for the duration of a call, as peft does for ``target_parameters``."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1).requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(1, 3))
+
+    def forward(self, x):
+        parametrize.register_parametrization(self.linear, "weight", Shift(self.shift))
+        self.linear.parametrizations.weight.original.requires_grad_(False)
+        output = self.linear(x)
+        parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=False)
+        return output
+
+
+def test_a_net_that_vmap_leaves_halfway_is_put_back():
+    model, (x, y) = ps.Regressor(ps.bayesianize(Adapted()), 12, 0.3), regression_data()
+    guide = ps.MeanFieldGuide(model, init_scale=0.5)
+    draws = guide.joint_posterior().draw_many(range(3))
+    linear = model.net.linear
+    expected = torch.stack([
+        F.linear(x, linear.weight + shift, linear.bias) for shift in draws["net.shift"]
+    ])
+    message = "cannot run several draws|under `torch.func.vmap`"
+    for use in (
+        lambda: ps.StructuredELBO(num_particles=2, vectorize_particles=True).loss(
+            model, guide, x, y
+        ),
+        lambda: ps.reference.mclmc(model, guide, (x, y), progress=False),
+        lambda: guide.sample_functions(2)(x),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+        torch.testing.assert_close(ps.predict(model, draws, x).functions, expected)
+    assert ps.diagnostics.pareto_k(model, guide, x, y, num_samples=100).elbo < 0
