@@ -29,9 +29,11 @@ class Shifted(nn.Module):
         super().__init__()
         self.linear, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
         self.register_buffer("shift", torch.zeros(1))
+        self.activation, self.factors = torch.tanh, {"output": [3.0]}
 
     def forward(self, x):
-        return self.dropout(self.linear(x)) + self.shift
+        output = self.activation(self.dropout(self.linear(x)))
+        return self.factors["output"][0] * output + self.shift
 
 
 def prune(svi):
@@ -48,6 +50,14 @@ def evaluate(svi):
 
 def tell_num_data(svi):
     svi.model.num_data = 1000
+
+
+def replace_function(svi):
+    svi.model.net.activation = torch.sin
+
+
+def change_list(svi):
+    svi.model.net.factors["output"][0] = 2.0
 
 
 def shift_outputs(svi):
@@ -69,7 +79,7 @@ def use_twice(svi):
 @pytest.mark.parametrize(
     "change",
     [
-        *(prune, use_twice, shift_outputs, shift_gradients),
+        *(prune, use_twice, shift_outputs, shift_gradients, replace_function, change_list),
         *(pytest.param(each, marks=pytest.mark.slow) for each in (replace_buffer, evaluate)),
         pytest.param(tell_num_data, marks=pytest.mark.slow),
     ],

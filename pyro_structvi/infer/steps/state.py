@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
+STEERING = PLAIN | {BuiltinFunctionType, FunctionType, MethodType}
+CONTAINERS = frozenset({dict, list, tuple})
+MOST_VALUES = 100  # in a container that is looked at before each step
 _OF_TORCH = {*vars(nn.Module())} - {"training"} | {"_flat_weights"}  # lists of named tensors
 
 
@@ -61,7 +65,7 @@ class Modules:
             yield from all_modules(root)
 
     def state(self) -> list[Hashable]:
-        """Return the state that a pass depends on: modules, tensors, hooks and plain values.
+        """Return the state that a pass depends on: modules, tensors, hooks, plain values and functions.
 
         Objects are identified by ``id`` as long as they are alive, which :meth:`parts` is for.
         """
@@ -69,11 +73,15 @@ class Modules:
         for module in self:
             state.append(id(module))
             state += hook_numbers(module)
-            state += [value for value in vars(module).values() if type(value) in PLAIN]
+            own = vars(module)
+            state += [value for value in own.values() if type(value) in STEERING]
             if isinstance(module, SitePosterior):
                 state.append(module.family)
             elif isinstance(module, StructuredGuide):
                 state.append(id(module.uses))
+            else:
+                held = [each for name, each in own.items() if name not in _OF_TORCH]
+                state += _contents(each for each in held if type(each) in CONTAINERS)
             for tensor in own_tensors(module):
                 state += [id(tensor), tensor.requires_grad, tensor.data_ptr()]
         return state
@@ -125,6 +133,16 @@ class Modules:
                 setattr(module, name, buffer)
 
         return restore
+
+
+def _contents(values: Iterable[Any]) -> Iterator[Hashable]:
+    """Yield the plain values and functions in containers that are not large."""
+    for value in values:
+        kind = type(value)
+        if kind in STEERING:
+            yield value
+        elif kind in CONTAINERS and len(value) <= MOST_VALUES:
+            yield from _contents(value.values() if kind is dict else value)
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
