@@ -128,8 +128,11 @@ def load(
     header, tensors = _read(Path(path), next(devices, torch.device("cpu")))
     if guide is None:
         guide = _read_guide(header, model, tensors)
-        if guide.num_members == 1 and any(key.endswith(MASK) for key in tensors):
-            prune_inducing_factors(guide, 0)  # makes the masks
+        members = enumerate(getattr(guide, "members", ()))
+        each = {f"guide.members.{number}.": member for number, member in members}
+        for prefix, own in (each or {"guide.": guide}).items():
+            if any(key.startswith(prefix) and key.endswith(MASK) for key in tensors):
+                prune_inducing_factors(own, 0)  # makes the masks
     check_options(guide, tensors, "guide.")
     parts: dict[str, Any] = {"model": model, "guide": guide}
     states = {name: _state_of(name, part) for name, part in parts.items()}

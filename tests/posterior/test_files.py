@@ -1,5 +1,6 @@
 """Posteriors that are saved to a file and loaded from it."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -127,6 +128,13 @@ def test_a_file_with_frozen_parameters_must_have_all_of_them(tmp_path):
         ps.load(path, other)
 
 
+def mixture_with_a_pruned_member(model):
+    make = functools.partial(ps.InducingWeightGuide, inducing_shape=(2, 2))
+    guide = ps.MixtureGuide(model, make, 2, vectorize=False)
+    ps.pruning.prune_inducing_factors(guide.members[1], 0.5)
+    return guide
+
+
 def pruned_global_inducing(model):
     guide = ps.GlobalInducingGuide(model, torch.randn(6, 3), first_layer=MeanField())
     ps.pruning.prune_mean_field(guide, 0.5)
@@ -140,12 +148,21 @@ def pruned_global_inducing(model):
         lambda model: ps.GlobalInducingGuide(model, torch.randn(6, 3), train_inputs=True),
         lambda model: ps.GlobalInducingGuide(model, torch.randn(6, 3), join_bias=False),
         pruned_global_inducing,
+        mixture_with_a_pruned_member,
         lambda model: ps.EnsembleGuide(model, size=2),
         lambda model: ps.MixtureGuide(
             model, lambda model: ps.GlobalInducingGuide(model, torch.randn(4, 3)), 2
         ),
     ],
-    ids=["mixture", "points trained", "biases apart", "pruned", "ensemble", "in a mixture"],
+    ids=[
+        "mixture",
+        "points trained",
+        "biases apart",
+        "pruned",
+        "pruned member",
+        "ensemble",
+        "in a mixture",
+    ],
 )
 def test_guides_of_several_parts(tmp_path, make):
     x, y = torch.randn(12, 3), torch.randn(12, 1)
