@@ -336,7 +336,7 @@ class StructuredGuide(OwningAutoGuide):
 
 def check_one_posterior(guide: StructuredGuide, name: str = "guide") -> None:
     """Raise a ``ValueError`` for a mixture, whose members have separate posteriors."""
-    if guide.num_members > 1:
+    if hasattr(guide, "members"):  # also of a single one
         raise ValueError(
             f"`{name}` must have one posterior for each site, but is a mixture. Call this for each of "
             f"its members, such as `{name}.members[0]`."

@@ -271,7 +271,7 @@ def test_what_is_refused(kind, model):
     with pytest.raises(ValueError, match=message):
         PRUNE[kind](guide, 0.5)
     with pytest.raises(ValueError, match="but is a mixture"):
-        PRUNE[kind](ps.MixtureGuide(model, ps.MeanFieldGuide, 2), 0.5)
+        PRUNE[kind](ps.MixtureGuide(model, ps.MeanFieldGuide, 1), 0.5)
     loc, scale, nan = torch.zeros(4, 3), torch.ones(4, 3), torch.full((4, 3), torch.nan)
     kept = scale.bool()
     with pytest.raises(ValueError, match=r"^`value` holds .* NaN"):
