@@ -15,8 +15,10 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_structvi._pyro import declared_name, declared_samples
+from pyro_structvi._torch import forward_hooks
 from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier
 from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
+from pyro_structvi.nn.random_module import PASS_HOOKS
 from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
 from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
 from pyro_structvi.sites.finding import find_declared_sites
@@ -127,6 +129,11 @@ def _likelihood_of(model: Any) -> JaxLikelihood:
             f"A {type(model).__name__} has its own {', '.join(f'`{name}`' for name in own)}, without a "
             f"translation to NumPyro. Translate a {kind.__name__}, and let its net or `output` compute "
             "the rest."
+        )
+    if any(hook not in PASS_HOOKS for hook in forward_hooks(model)):
+        raise NotImplementedError(
+            f"Hooks of a {kind.__name__} have no translation to NumPyro. Register them at its net, "
+            "whose hooks are translated."
         )
     if model.input_mean is not None:
         raise NotImplementedError(

@@ -218,7 +218,7 @@ def _check_translation(
     if difference:
         raise NotImplementedError(
             f"The translation to NumPyro is another model: {difference}. The model is more than its "
-            "net, priors and likelihood, such as by a hook. Sample it with `pyro.infer.NUTS`."
+            "net, priors and likelihood, such as by another method. Sample it with `pyro.infer.NUTS`."
         )
     return sites
 

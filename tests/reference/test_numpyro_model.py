@@ -367,6 +367,8 @@ def test_models_without_translation_are_refused():
         def observe(self, output, plates, y):
             return super().observe(2 * output, plates, y)
 
+    hooked = Regressor(bayesianize(nn.Linear(3, 1)), 5, 0.3)
+    hooked.register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
     with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got"):
         to_numpyro(nn.Linear(3, 1))
     with pytest.raises(ValueError, match=r"no latent site to sample.*bayesianize\(net"):
@@ -378,6 +380,7 @@ def test_models_without_translation_are_refused():
             make_regressor(nn.Linear(3, 1), dist.Gumbel(0.0, 1.0)),
             r"site 'net\.weight' is a Gumbel, .* Supported are Beta, .*Uniform",
         ),
+        (hooked, "Hooks of a Regressor have no translation"),
         (Doubled(net, 5, 0.3), "A Doubled has its own `observe`, .* Translate a Regressor"),
         (Regressor(by_hand, NUM_DATA, 0.3), r"site 'net\.weight' is a function of its modul"),
         (
