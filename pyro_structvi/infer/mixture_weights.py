@@ -56,7 +56,13 @@ def weigh_by_bound(
 
 @checked
 def weigh_by_stacking(
-    model: Program, guide: MixtureGuide, x: Any, y: Tensor, *, num_samples: Count = 100
+    model: Program,
+    guide: MixtureGuide,
+    x: Any,
+    y: Tensor,
+    *,
+    num_samples: Count = 100,
+    batch_size: Count | None = None,
 ) -> None:
     r"""Weigh the members of a mixture by the predictive density of held-out data.
 
@@ -68,6 +74,7 @@ def weigh_by_stacking(
         x: Inputs that were not trained on, as for :func:`~pyro_structvi.predict`.
         y: Their observations.
         num_samples: The number of draws of each member; points have one.
+        batch_size: Inputs in a mini-batch; None for all.
 
     Raises:
         ValueError: If observations have no finite density.
@@ -86,9 +93,8 @@ def weigh_by_stacking(
         distributions", Bayesian Analysis.
     """
     count = 1 if guide.is_of_points else num_samples
-    densities = [
-        predict(model, each, x, y=y, num_samples=count).log_density for each in guide.members
-    ]
+    options: dict[str, Any] = {"num_samples": count, "batch_size": batch_size, "stream": True}
+    densities = [predict(model, each, x, y=y, **options).log_density for each in guide.members]
     each = torch.stack([value.double().flatten() for value in densities if value is not None], -1)
     weights = each.new_full((guide.num_members,), 1 / guide.num_members)
     for _ in range(NUM_STEPS):

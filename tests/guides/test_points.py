@@ -308,6 +308,9 @@ def test_stacking_finds_the_optimal_weights():
     best = grid[total.argmax()]
     assert 0.05 < best < 0.95
     near(guide.weights[0], best, 1e-4)
+    whole = guide.weights.clone()
+    ps.weigh_by_stacking(model, guide, x, y, batch_size=5)
+    near(guide.weights, whole)
 
 
 def test_members_start_at_given_medians_and_weights_are_saved():
