@@ -21,6 +21,7 @@ from pyro_structvi._checks import (
     Count,
     check_finite,
     check_no_nan,
+    check_same_kind,
     check_tensors,
     checked,
     warn_user,
@@ -28,7 +29,7 @@ from pyro_structvi._checks import (
 from pyro_structvi.reference.draws import ChainDraws, convergence_of
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
-from pyro_structvi.sites.finding import separate_randomness
+from pyro_structvi.sites.finding import find_declared_sites, separate_randomness
 
 _ROWS_AT_A_TIME = 1024
 # Statistics of NumPyro, and their names in ArviZ.
@@ -192,7 +193,13 @@ def _check_translation(
 ) -> dict[str, Tensor]:
     """Return a prior draw of all sites after comparing the log joints of Pyro and NumPyro there."""
     with torch.no_grad(), poutine.block():
-        trace = poutine.trace(model).get_trace(x, y)
+        try:
+            trace = poutine.trace(model).get_trace(x, y)
+        except RuntimeError:
+            name, site = next(iter(find_declared_sites(model).items()))
+            if x.is_floating_point():
+                check_same_kind("x", x, name, site.prior.sample())
+            raise
         trace.compute_log_prob()
     sites = {
         name: node["value"]
