@@ -59,6 +59,9 @@ def conformal_interval(
     check_finite("y", y)
     shift = _quantile(torch.maximum(lower - y, y - upper), level)
     low, high = prediction.interval(level)
+    check_shape(
+        "prediction.mean", low, (len(low), *shift.shape), "(N, *event)", by="calibration.mean"
+    )
     return low - shift, high + shift
 
 

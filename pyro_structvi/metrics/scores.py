@@ -153,13 +153,12 @@ def classification_scores(
             "Average over draws, and let `y` have one class for each row."
         )
     y, size = checked_classes("y", y, p), p.shape[-1]
-    scores = _library("torchmetrics.functional.classification")
     brier = _library("scoringrules").brier_score(one_hot(y, size), p, backend="torch")
-    recall = scores.multiclass_recall(p, y, size, average="none").double()
-    recall[y.bincount(minlength=size) == 0] = torch.nan
+    is_right = p.argmax(-1) == y
+    recall = y[is_right].bincount(minlength=size) / y.bincount(minlength=size).double()
     _, share, accuracy, confidence = confidence_bins(p, y, num_bins)
     return ClassificationScores(
-        accuracy=float(scores.multiclass_accuracy(p, y, size, average="micro")),
+        accuracy=float(is_right.double().mean()),
         nll=float(nll_loss(p.log(), y)),
         calibration_error=float((share * (accuracy - confidence).abs()).sum()),
         brier=float(brier.sum(-1).mean()),

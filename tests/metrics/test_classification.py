@@ -49,6 +49,12 @@ def test_scores_are_those_of_scikit_learn():
     assert scores.balanced_accuracy == pytest.approx(expected[[0, 1, 3]].mean())
 
 
+def test_one_class_is_always_right():
+    scores = classification_scores(torch.ones(3, 1), torch.zeros(3).long())
+    assert (scores.accuracy, scores.nll, scores.brier, scores.calibration_error) == (1, 0, 0, 0)
+    assert (scores.recall, scores.balanced_accuracy) == ((1,), 1)
+
+
 @pytest.mark.parametrize("num_bins", [1, 15])
 def test_calibration_error_by_its_definition(num_bins):
     probabilities, y = predicted()

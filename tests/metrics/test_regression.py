@@ -135,6 +135,10 @@ def test_what_does_not_fit_is_refused():
     parts = [normal_prediction(torch.zeros(n), 1.0) for n in (3, 8)]
     with pytest.raises(ValueError, match="`y` must have shape"):
         conformal_interval(*parts, torch.randn(7))
+    parts = [normal_prediction(torch.zeros(shape), 1.0) for shape in ((3, 2), (8, 1))]
+    message = r"`prediction\.mean` must have shape \(N, \*event\) = \(3, 1\), but got \(3, 2\)"
+    with pytest.raises(ValueError, match=message):
+        conformal_interval(*parts, torch.randn(8, 1))
     some = torch.full((8, 2), 0.5)
     with pytest.raises(ValueError, match="`probabilities` must have shape"):
         conformal_sets(torch.full((4, 4), 0.25), some, torch.zeros(8, dtype=torch.long))
