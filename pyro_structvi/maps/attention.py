@@ -15,16 +15,18 @@ _NOT_SERVED = ("bias_k", "bias_v", "static_k", "static_v")
 def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | None:
     """Return multi-head attention, with the examples first in ``F.linear``.
 
-    None for cross-attention with a packed weight, and where a position is added to the keys.
+    None where a position is added to the keys.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     call = bound.arguments
-    is_self = call["query"] is call["key"] is call["value"]
-    is_packed_cross = not is_self and not call["use_separate_proj_weight"]
-    has_added_key = call["add_zero_attn"] or any(call[name] is not None for name in _NOT_SERVED)
-    if is_packed_cross or has_added_key:
+    if call["add_zero_attn"] or any(call[name] is not None for name in _NOT_SERVED):
         return None
+    if call["is_causal"] and call["attn_mask"] is None:
+        raise ValueError(
+            "`attn_mask` must be the causal mask if `is_causal=True`, which is only a hint, but got "
+            "None. Pass `nn.Transformer.generate_square_subsequent_mask(length)`."
+        )
     is_batched = call["query"].dim() == 3
     heads, dropout = call["num_heads"], call["dropout_p"] if call["training"] else 0.0
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in _project(call))
@@ -47,17 +49,16 @@ def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | None:
 
 def _project(call: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Return queries, keys and values, each ``(batch, length, dim)``."""
-    names = ("query", "key", "value")
-    if not call["use_separate_proj_weight"]:
-        x = _batch_first(call["query"])
-        return F.linear(x, call["in_proj_weight"], call["in_proj_bias"]).chunk(3, dim=-1)
-    packed = call["in_proj_bias"]
-    biases = (None, None, None) if packed is None else packed.chunk(3)
-    weights = (call[f"{name[0]}_proj_weight"] for name in names)
-    return tuple(
-        F.linear(_batch_first(call[name]), weight, bias)
-        for name, weight, bias in zip(names, weights, biases, strict=True)
-    )
+    given = [call[name] for name in ("query", "key", "value")]
+    weight, bias = call["in_proj_weight"], call["in_proj_bias"]
+    is_packed = not call["use_separate_proj_weight"]
+    if is_packed and given[0] is given[1] is given[2]:
+        return F.linear(_batch_first(given[0]), weight, bias).chunk(3, dim=-1)
+    separate = [call[f"{name}_proj_weight"] for name in "qkv"]
+    weights = weight.chunk(3) if is_packed else separate
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    parts = zip(given, weights, biases, strict=True)
+    return tuple(F.linear(_batch_first(x), own, shift) for x, own, shift in parts)
 
 
 def _batch_first(x: Tensor) -> Tensor:

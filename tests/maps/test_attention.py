@@ -1,4 +1,4 @@
-"""Self-attention: torch's values for given weights, and projections that are drawn as outputs."""
+"""Attention: torch's values for given weights, and projections that are drawn as outputs."""
 
 import pytest
 import torch
@@ -95,10 +95,23 @@ def test_keys_and_values_may_have_separate_sizes():
     assert_same(arguments(query, False, **separate))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_other_sequences_of_the_same_size(bias):
+    query, key, value = torch.randn(3, LENGTH, BATCH, SIZE)
+    assert_same(arguments(query, bias, key=key, value=value))
+    assert_same(arguments(query, bias, value=value))
+
+
+def test_the_hint_of_a_causal_mask_needs_the_mask():
+    given = arguments(torch.randn(LENGTH, BATCH, SIZE), is_causal=True)
+    for need_weights in (True, False):
+        with pytest.raises(ValueError, match=r"`attn_mask` must be the causal mask if `is_causal"):
+            attention(**given, need_weights=need_weights)
+
+
 def test_what_is_not_served_is_torchs():
-    x, other = torch.randn(2, LENGTH, BATCH, SIZE)
+    x = torch.randn(LENGTH, BATCH, SIZE)
     for options in (
-        {"key": other, "value": other},
         {"add_zero_attn": True},
         {"bias_k": torch.zeros(1, 1, SIZE), "bias_v": torch.zeros(1, 1, SIZE)},
     ):
