@@ -97,14 +97,34 @@ def _covariance(x: Any, loc: Tensor, factor: Any = 1) -> Tensor | None:
 
 
 def _matmul(input: Any, other: Any) -> Any:
-    """Return the moments of a product of matrices with independent elements, or with a vector."""
+    """Return the moments of a product of matrices with independent elements, or with a vector.
+
+    The rows of a softmax have the tangent of an average, whose weights sum to one.
+    """
     if other.dim() == 1 < input.dim():  # a dense layer with one output
         return F.linear(input, other.unsqueeze(0)).squeeze(-1)
     (a, va), (b, vb) = moments(input), moments(other)
+    scores = getattr(input, "of_scores", None)
+    of_input = None
+    if va is not None:
+        of_input = va @ b.square() if scores is None else _of_average(a, scores, b)
     variance = total(
-        None if va is None else va @ total(b.square(), vb), None if vb is None else a.square() @ vb
+        of_input,
+        None if va is None or vb is None else va @ vb,
+        None if vb is None else a.square() @ vb,
     )
     return RandomTensor(a @ b, variance, settings_of(input, other))
+
+
+def _of_average(weights: Tensor, of_scores: Tensor, values: Tensor) -> Tensor:
+    """Return the variance of ``softmax(s) @ values`` from the variances of the scores s.
+
+    It is the sum over j of ``p_j^2 Var(s_j) (values_j - average)^2``, with values about their mean.
+    """
+    values = values - values.mean(-2, keepdim=True)
+    spread, average = weights.square() * of_scores, weights @ values
+    cross = 2 * (spread @ values) - average * spread.sum(-1, keepdim=True)
+    return (spread @ values.square() - average * cross).clamp_min(0)
 
 
 def _sum(
@@ -236,7 +256,9 @@ def _softmax(
     variance = variance.clamp_min(0)
     if log:
         return RandomTensor(input.loc.log_softmax(dim), variance, input.settings)
-    return RandomTensor(p, p.square() * variance, input.settings)
+    found = RandomTensor(p, p.square() * variance, input.settings)
+    found.of_scores = input.variance if dim in (-1, input.dim() - 1) else None
+    return found
 
 
 def _attention(
@@ -250,19 +272,22 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Return the moments of ``softmax(q k' / sqrt(d)) v``, with scores independent of the values."""
-    if dropout_p:
-        raise NotImplementedError("Attention with dropout has no moments")
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (each.repeat_interleave(heads // each.shape[-3], -3) for each in (key, value))
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return scores.softmax(-1) @ value
+    is_empty = None
+    if attn_mask is not None:
+        is_boolean = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if is_boolean else scores + attn_mask
+        # A query whose keys are all masked has the average zero.
+        is_empty = (moments(scores)[0] == -torch.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(is_empty, 0.0)
+    weights = scores.softmax(-1)
+    outputs = (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+    return outputs if is_empty is None else outputs.masked_fill(is_empty, 0.0)
 
 
 # ---- pooling --------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class RandomTensor(Tensor):
         form_covariance: A function that forms the covariance of outputs of a dense map on demand.
         of_weight: A random weight with correlated elements and the linear function of it that this
             tensor is, or None.
+        of_scores: The variances of the scores, if this tensor is a softmax over the last dimension.
         map_of: The distribution of the correlated weight of a linear map that this tensor is, or None.
 
     Example:
@@ -52,6 +53,7 @@ class RandomTensor(Tensor):
     settings: Settings
     covariance: Tensor | None
     form_covariance: Callable[[], Tensor] | None = None
+    of_scores: Tensor | None = None
     map_of: Any = None
     of_weight: "tuple[RandomTensor, Callable[[Tensor], Tensor]] | None" = None
     _source: "tuple[RandomTensor, int] | None" = None  # and how often it had been changed
@@ -105,7 +107,7 @@ class RandomTensor(Tensor):
             base._has_changed_view = True
         self._loc, self._variance, self.covariance = other.loc, other.variance, other.covariance
         self.form_covariance, self.of_weight = other.form_covariance, other.of_weight
-        self.map_of = other.map_of
+        self.of_scores, self.map_of = other.of_scores, other.map_of
         return self
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]

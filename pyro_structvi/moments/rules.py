@@ -18,7 +18,12 @@ from pyro_structvi.maps.calls import (
     rewritten,
 )
 from pyro_structvi.moments.layers import LAYER_RULES
-from pyro_structvi.moments.linear import linear_moments, lookup_moments, origin_of
+from pyro_structvi.moments.linear import (
+    distribution_of,
+    linear_moments,
+    lookup_moments,
+    origin_of,
+)
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
 from pyro_structvi.moments.random_tensor import RandomTensor, moments, random_among
 
@@ -139,6 +144,7 @@ def _convert(function: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any)
     loc, variance = (function(part, *args, **kwargs) for part in (x.loc, x.variance))
     covariance = None if x.covariance is None else function(x.covariance, *args, **kwargs)
     found = RandomTensor(loc, variance, x.settings, covariance)
+    found.of_scores = None if x.of_scores is None else function(x.of_scores, *args, **kwargs)
     is_same = loc is x.loc or function is Tensor.detach
     return found.make_view_of(x) if is_same else found
 
@@ -248,7 +254,7 @@ def moments_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the moments of the result of a function of torch."""
-    outputs = rewritten(function, args, kwargs)
+    outputs = None if _is_average(args) else rewritten(function, args, kwargs)
     if outputs is not None:
         return outputs
     reading = parse_application(function, args, kwargs)
@@ -270,6 +276,14 @@ def moments_of_call(
     if not isinstance(args[0], RandomTensor):
         raise NotImplementedError(f"`{name}` would make a known tensor random in place")
     return args[0].become(found)
+
+
+def _is_average(args: tuple[Any, ...]) -> bool:
+    """Whether a softmax averages the rows of a stack of matrices without a correlated weight."""
+    if len(args) < 2 or getattr(args[0], "of_scores", None) is None:
+        return False
+    values = args[1]
+    return isinstance(values, Tensor) and values.dim() > 2 and distribution_of(values) is None
 
 
 def name_of(function: Callable[..., Any]) -> str:

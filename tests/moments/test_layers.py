@@ -225,6 +225,81 @@ def test_multi_head_attention_is_the_composition_of_its_parts(need_weights):
     assert (found.variance < 1e-12).all()
 
 
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).tril()
+NONE_FOR_SECOND = CAUSAL & (torch.arange(5) != 1).unsqueeze(-1)
+AVERAGES = {
+    "function": F.scaled_dot_product_attention,
+    "causal": lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "four dimensions": composed,
+    "three dimensions": lambda *parts: composed(*(x.flatten(0, -3) for x in parts)).view(
+        2, 2, 5, 4
+    ),
+    "converted": lambda q, k, v, mask: (
+        (q @ k.mT * 0.5).masked_fill(~mask, -torch.inf).float().softmax(-1).to(v) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_attention_has_the_variance_of_its_tangent_in_keys_and_values(name):
+    """Weights sum to one, so that a shift of all values has no variance."""
+    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    v, sizes = v + 10, [1e-10 * (1 + torch.rand(k.shape)) for _ in range(2)]
+    random = (RandomTensor(*pair, Settings()) for pair in zip((k, v), sizes, strict=True))
+    mask = CAUSAL.expand(2, 2, 5, 5)
+    found = AVERAGES[name](q, *random, mask)
+    matrices = torch.func.jacrev(composed, (1, 2))(q, k, v, CAUSAL)
+    pairs = zip(matrices, sizes, strict=True)
+    expected = sum(each.flatten(4).square() @ size.flatten() for each, size in pairs)
+    rounding = 1e-6 if name == "converted" else 1e-12
+    torch.testing.assert_close(found.loc, composed(q, k, v, CAUSAL), rtol=rounding, atol=0)
+    torch.testing.assert_close(found.variance, expected, rtol=max(rounding, 1e-6), atol=0)
+
+
+def test_a_query_without_keys_has_the_output_zero_as_torchs():
+    q, k, v = (torch.randn(2, 3, 5, 4).requires_grad_() for _ in range(3))
+    added = torch.zeros(5, 5).masked_fill(~NONE_FOR_SECOND, -torch.inf)
+    for mask in (NONE_FOR_SECOND, added):
+        random = (RandomTensor(each, 0.1 + 0 * each, Settings()) for each in (q, k, v))
+        found = F.scaled_dot_product_attention(*random, mask)
+        torch.testing.assert_close(found.loc, F.scaled_dot_product_attention(q, k, v, mask))
+        assert (found.variance[..., 1, :] == 0).all()
+        assert found.variance[..., 0, :].min() > 0
+        for gradient in torch.autograd.grad((found.loc + found.variance).sum(), [q, k, v]):
+            assert torch.isfinite(gradient).all()
+
+
+def test_dropout_of_attention_is_that_of_its_weights():
+    q, k, v = (random_input(2, 3, 5, 4) for _ in range(3))
+    weights = (q * 0.5 @ k.mT).softmax(-1)
+    expected = F.dropout(weights, 0.3) @ v
+    assert_same(F.scaled_dot_product_attention(q, k, v, dropout_p=0.3), expected)
+    assert expected.variance.min() > (weights @ v).variance.min()
+
+
+FIRST_IS_PADDING = torch.tensor([[1, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]).bool()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multi_head_attention_without_variance_is_torchs(batch_first, need_weights):
+    """Of a sequence to itself or others, with causal and padding masks; weights may be NaN there."""
+    layer = nn.MultiheadAttention(6, 2, batch_first=batch_first, dropout=0.5).eval()
+    shape = (3, 5, 6) if batch_first else (5, 3, 6)
+    x, other, third = (torch.randn(shape) for _ in range(3))
+    for given in ((x, x, x), (x, other, other), (x, other, third)):
+        distinct = {id(value): known(value) for value in given}
+        for mask in (None, ~CAUSAL, torch.randn(5, 5), torch.rand(6, 5, 5).round().bool()):
+            numbers = torch.zeros(3, 5).masked_fill(FIRST_IS_PADDING, -torch.inf)
+            same_kind = mask is not None and mask.is_floating_point()
+            for padding in (None, numbers if same_kind else FIRST_IS_PADDING):
+                options = {"key_padding_mask": padding, "attn_mask": mask}
+                expected = layer(*given, need_weights=need_weights, **options)
+                random = (distinct[id(value)] for value in given)
+                found = layer(*random, need_weights=need_weights, **options)
+                torch.testing.assert_close(locs(found), expected, equal_nan=need_weights)
+
+
 # ---- recurrent layers ----------------------------------------------------------------------------
 
 

@@ -267,10 +267,6 @@ REFUSED = (
         lambda x: F.batch_norm(x, None, None, training=True),
         "Batch normalization by the statistics of a batch has no moments",
     ),
-    (
-        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
-        "Attention with dropout has no moments",
-    ),
     (lambda x: F.alpha_dropout(x, 0.5, training=True), "Alpha dropout has no moments"),
 )
 
