@@ -100,9 +100,9 @@ class NetMoments(nn.Module):
     The moments of each layer follow from the moments of its input. Linear layers are exact for any
     structure, and functions of single elements are exact for normal inputs. Covariances between units
     are ignored unless ``covariance="full"``; covariances between positions of a convolution, terms of
-    a residual sum, tensors that are joined and uses of one weight always are, and so are those of units
-    that pass through another shape than ``(batch, units)``. For a model with ``standardize`` inputs are
-    in their own units, and outputs in standard units.
+    a residual sum, factors of a gate, tensors that are joined and uses of one weight always are, and so
+    are those of units that pass through another shape than ``(batch, units)``. For a model with
+    ``standardize`` inputs are in their own units, and outputs in standard units.
 
     The module is deterministic: it can be differentiated, compiled, and exported by
     :func:`torch.export.export` (``strict=False``) without Pyro. With ``covariance="full"`` slices and

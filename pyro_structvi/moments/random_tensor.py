@@ -20,6 +20,17 @@ class Settings(NamedTuple):
     linearize: bool = False
 
 
+class ElementFunction(NamedTuple):
+    """A function of the single elements of a source, composed of so many functions of torch.
+
+    The source is the tuple of a random tensor's arguments.
+    """
+
+    source: tuple[Tensor, Tensor, Settings, Tensor | None]
+    function: Callable[[Tensor], Tensor]
+    length: int
+
+
 class RandomTensor(Tensor):
     """A tensor of normal elements with known means and variances, and without values.
 
@@ -37,6 +48,7 @@ class RandomTensor(Tensor):
         form_covariance: A function that forms the covariance of outputs of a dense map on demand.
         of_weight: A random weight with correlated elements and the linear function of it that this
             tensor is, or None.
+        of_elements: The function of the elements of another tensor that this tensor is, or None.
         of_scores: The variances of the scores, if this tensor is a softmax over the last dimension.
         map_of: The distribution of the correlated weight of a linear map that this tensor is, or None.
 
@@ -53,6 +65,7 @@ class RandomTensor(Tensor):
     settings: Settings
     covariance: Tensor | None
     form_covariance: Callable[[], Tensor] | None = None
+    of_elements: ElementFunction | None = None
     of_scores: Tensor | None = None
     map_of: Any = None
     of_weight: "tuple[RandomTensor, Callable[[Tensor], Tensor]] | None" = None
@@ -107,6 +120,7 @@ class RandomTensor(Tensor):
             base._has_changed_view = True
         self._loc, self._variance, self.covariance = other.loc, other.variance, other.covariance
         self.form_covariance, self.of_weight = other.form_covariance, other.of_weight
+        self.of_elements = other.of_elements
         self.of_scores, self.map_of = other.of_scores, other.map_of
         return self
 

@@ -17,6 +17,7 @@ from pyro_structvi.maps.calls import (
     parse_application,
     rewritten,
 )
+from pyro_structvi.moments.elements import keep_elements, moments_of_same_elements, with_positions
 from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import (
     distribution_of,
@@ -299,16 +300,24 @@ def name_of(function: Callable[..., Any]) -> str:
 def _apply(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    call = with_positions((name, function, args, kwargs))
+    joint = moments_of_same_elements(call)
+    if joint is not None:
+        return joint
     if name in RULES:
         found = RULES[name](*args, **kwargs)
         if name in _LINEAR:
             _keep_weight(function, args, kwargs, found)
+        if isinstance(found, RandomTensor):
+            keep_elements(call, found)
         return found
     x = args[0] if args else None
     if name in NONLINEARITIES and isinstance(x, RandomTensor):
         read = NONLINEARITIES[name]
         closed = None if read is None else read(*args[1:], **kwargs)
-        return propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
+        found = propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
+        keep_elements(call, found)
+        return found
     if next(random_among((args, kwargs))).settings.linearize:
         return linearized(function, args, kwargs)
     raise NotImplementedError(
