@@ -40,7 +40,7 @@ SAME = {
     "power": (lambda x: x * (x * x), lambda x: x**3),
     "sum": (lambda x: torch.add(x, -x, alpha=3), lambda x: -2 * x),
     "by name": (lambda x: torch.mul(input=x, other=x.sigmoid()), F.silu),
-    "difference": (lambda x: torch.tanh(x) + x - x, torch.tanh),
+    "difference": (lambda x: F.gelu(x) + x - x, F.gelu),
     "known parts": (lambda x: (x + torch.ones(3)) * (2 * x / 2 + 1), lambda x: (x + 1).square()),
 }
 

@@ -154,8 +154,6 @@ def test_gradients_are_finite_without_variance_and_far_away(name):
 
 # Torch's function, the same in numpy, and the error of 32 nodes for a unit scale and one of 2.
 SMOOTH = {
-    "tanh": (torch.tanh, np.tanh, 1e-4, 3e-3),
-    "sigmoid": (torch.sigmoid, lambda x: 1 / (1 + np.exp(-x)), 1e-8, 2e-5),
     "log sigmoid": (F.logsigmoid, lambda x: -np.logaddexp(0, -x), 1e-8, 2e-5),
     "erf": (torch.erf, lambda x: 2 * _normal_cdf(math.sqrt(2) * x) - 1, 1e-4, 5e-3),
     "gelu": (F.gelu, lambda x: x * _normal_cdf(x), 1e-6, 5e-4),
@@ -184,6 +182,36 @@ def test_quadrature_has_the_stated_error(name):
         for actual, expected in ((found.loc, loc), (found.variance, variance)):
             error = (actual - expected).abs().max().item()
             assert error < bound, (scale, error)
+
+
+RISES = {
+    "tanh": (torch.tanh, np.tanh, 0.5),
+    "sigmoid": (torch.sigmoid, lambda x: np.exp(-np.logaddexp(0, -x)), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", RISES)
+def test_rising_functions_are_accurate_at_every_scale(name):
+    """By nodes up to the last scale of the function, and by a mixture of normal functions above it."""
+    function, in_numpy, last = RISES[name]
+    scales = (1e-3, 0.5 * last, 0.999 * last, 1.001 * last, 2 * last, 10.0, 300.0)
+    mean, scale = cases((0.0,), scales)
+    found = function(random(mean, scale.square()))
+    cuts = [sign * 2.0**power for power in range(-2, 6) for sign in (-1, 1)]
+    loc, variance = integrated(in_numpy, mean, scale, (0.0, *cuts))
+    torch.testing.assert_close(found.loc, loc, rtol=0, atol=1e-8)
+    torch.testing.assert_close(found.variance, variance, rtol=0, atol=1e-8)
+    assert (found.variance >= 0).all()
+    near = scale < 0.7 * last
+    torch.testing.assert_close(found.variance[near], variance[near], rtol=1e-6, atol=0)
+    mean, scale = cases((0.0,), (0.5 * last, 2 * last, 10.0), (-2.0, -0.3, 0.0, 1.0))
+
+    def run(mean, variance):
+        y = function(random(mean, variance))
+        return y.loc, y.variance
+
+    leaves = mean.requires_grad_(), scale.square().requires_grad_()
+    assert torch.autograd.gradcheck(run, leaves, atol=1e-6)
 
 
 def test_a_power_without_moments_is_refused():
@@ -284,6 +312,17 @@ def test_polynomials_have_their_exact_covariance():
     outer = x.loc.unsqueeze(-1) * x.loc.unsqueeze(-2)
     expected = 2 * x.covariance.square() + 4 * outer * x.covariance
     torch.testing.assert_close(torch.square(x).covariance, expected)
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.relu, lambda x: x.clamp(-0.1, 0.1)])
+def test_covariances_of_functions_that_are_narrow_beside_the_input_are_proper(function):
+    """Nodes of quadrature have up to a third more variance than the function."""
+    loc = torch.linspace(-30, 30, 101).unsqueeze(-1).expand(101, 2)
+    covariance = torch.full((101, 2, 2), 100.0)
+    found = function(RandomTensor(loc, 0 * loc + 100, Settings(True), covariance))
+    own = found.variance.amax(-1)
+    assert (torch.linalg.eigvalsh(found.covariance)[:, 0] >= -1e-12 * own).all()
+    torch.testing.assert_close(found.covariance.diagonal(dim1=-2, dim2=-1), found.variance)
 
 
 @pytest.mark.parametrize(("function", "bound"), [(torch.tanh, 4e-3), (torch.relu, 0.02)])
