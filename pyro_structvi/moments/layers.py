@@ -21,6 +21,7 @@ from pyro_structvi.moments.nonlinear import (
     square,
 )
 from pyro_structvi.moments.random_tensor import RandomTensor, moments, settings_of, total
+from pyro_structvi.moments.recurrent import RECURRENT_RULES
 
 # ---- sums and products ---------------------------------------------------------------------------
 
@@ -55,9 +56,12 @@ def _mul(input: Any, other: Any) -> RandomTensor:
         None if vb is None else vb * (a * a),
         None if va is None or vb is None else va * vb,
     ).expand(loc.shape)
-    covariance = None
-    if va is None or vb is None:
-        covariance = _covariance(input, loc, b) if vb is None else _covariance(other, loc, a)
+    own, others = _covariance(input, loc), _covariance(other, loc)
+    covariance = total(
+        _covariance(input, loc, b),
+        _covariance(other, loc, a),
+        None if own is None or others is None else own * others,
+    )
     return RandomTensor(loc, variance, settings_of(input, other), covariance)
 
 
@@ -190,6 +194,8 @@ def _standardized(
     The expected square about the mean is exact; its root replaces the standard deviation, which is
     accurate for many elements.
     """
+    if x.covariance is not None and len(dims) == 1:
+        return _standardized_units(x, 1, eps, center)
     loc, variance = x.loc, x.variance
     if center:
         count = math.prod(x.shape[dim] for dim in dims)
@@ -197,6 +203,23 @@ def _standardized(
         variance = (1 - 2 / count) * variance + variance.mean(dims, keepdim=True) / count
     square = (loc.square() + variance).mean(dims, keepdim=True) + eps
     return RandomTensor(loc * square.rsqrt(), variance / square, x.settings)
+
+
+def _standardized_units(
+    x: RandomTensor, num_groups: int, eps: float, center: bool = True
+) -> RandomTensor:
+    """Center and scale units ``(batch, units)`` with a covariance, in groups of successive units."""
+
+    def centered(values: Tensor) -> Tensor:
+        groups = values.unflatten(-1, (num_groups, -1))
+        return (groups - groups.mean(-1, keepdim=True)).flatten(-2) if center else values
+
+    loc, covariance = centered(x.loc), centered(centered(covariance_of(x)).mT)
+    squares = (loc.square() + covariance.diagonal(dim1=-2, dim2=-1)).unflatten(-1, (num_groups, -1))
+    root = (squares.mean(-1, keepdim=True) + eps).rsqrt().expand_as(squares).flatten(-2)
+    covariance = covariance * root.unsqueeze(-1) * root.unsqueeze(-2)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return RandomTensor(loc * root, variance, x.settings, covariance)
 
 
 def _layer_norm(
@@ -224,6 +247,8 @@ def _rms_norm(
 def _group_norm(
     input: RandomTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> RandomTensor:
+    if input.covariance is not None:
+        return _affine(_standardized_units(input, num_groups, eps), weight, bias)
     groups: Any = input.reshape(len(input), num_groups, -1)
     found: Any = _standardized(groups, [-1], eps).reshape(input.shape)
     return _affine(found, weight, bias, [1 for _ in range(input.dim() - 2)])
@@ -382,96 +407,6 @@ def _adaptive_average_pool(dims: int, input: RandomTensor, output_size: Any) -> 
     return RandomTensor(pool(input.loc, new), pool(input.variance, new) / counts, input.settings)
 
 
-# ---- recurrent layers ----------------------------------------------------------------------------
-
-State = tuple[Any, ...]
-Step = Callable[..., State]
-
-
-def _plain_step(
-    activate: Callable[[Any], Any], of_input: Any, state: State, weight: Any, bias: Any
-) -> State:
-    return (activate(of_input + F.linear(state[0], weight, bias)),)
-
-
-def _lstm_step(
-    of_input: Any, state: State, weight: Any, bias: Any, projection: Any = None
-) -> State:
-    h, c = state
-    i, f, g, o = (of_input + F.linear(h, weight, bias)).chunk(4, -1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
-    return (h if projection is None else F.linear(h, projection)), c
-
-
-def _gru_step(of_input: Any, state: State, weight: Any, bias: Any) -> State:
-    (h,) = state
-    r, z, n = of_input.chunk(3, -1)
-    own_r, own_z, own_n = F.linear(h, weight, bias).chunk(3, -1)
-    new = (n + (r + own_r).sigmoid() * own_n).tanh()
-    return (torch.lerp(new, h, (z + own_z).sigmoid()),)
-
-
-def _cell(step: Step, input: Any, hx: Any, weight: Any, own: Any, *biases: Any) -> Any:
-    """Take one step; the arguments are those that torch's cells pass."""
-    of_input, of_state = biases or (None, None)
-    state = step(F.linear(input, weight, of_input), _as_state(hx), own, of_state)
-    return state if len(state) > 1 else state[0]
-
-
-def _layer(
-    step: Step,
-    input: Any,
-    hx: Any,
-    params: Any,
-    has_biases: Any,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool = False,
-) -> tuple[Any, ...]:
-    """Take all steps of all layers; the arguments are those that torch's layers pass."""
-    if isinstance(has_biases, (list, tuple)):  # the second argument is the sizes of batches
-        raise NotImplementedError(
-            "A packed sequence has no moments. Pass a padded one, or predict with draws."
-        )
-    ways = 2 if bidirectional else 1
-    size = len(params) // (num_layers * ways)
-    sequence = input.transpose(0, 1) if batch_first else input
-    ends: list[State] = []
-    for layer in range(num_layers):
-        if layer and train and dropout:
-            sequence = F.dropout(sequence, dropout)
-        found = []
-        for way in range(ways):
-            number = len(ends)
-            weight, own, *rest = params[number * size : (number + 1) * size]
-            of_input, of_state, *projection = rest if has_biases else (None, None, *rest)
-            state = tuple(part[number] for part in _as_state(hx))
-            inputs = F.linear(sequence, weight, of_input).unbind(0)
-            outputs = []
-            for each in reversed(inputs) if way else inputs:
-                state = step(each, state, own, of_state, *projection)
-                outputs.append(state[0])
-            found.append(torch.stack(outputs[::-1] if way else outputs))
-            ends.append(state)
-        sequence = torch.cat(found, -1) if bidirectional else found[0]
-    output = sequence.transpose(0, 1) if batch_first else sequence
-    return output, *(torch.stack([*parts]) for parts in zip(*ends, strict=True))
-
-
-def _as_state(hx: Any) -> State:
-    return tuple(hx) if isinstance(hx, (list, tuple)) else (hx,)
-
-
-_STEPS: dict[str, Step] = {
-    "rnn_tanh": partial(_plain_step, torch.tanh),
-    "rnn_relu": partial(_plain_step, torch.relu),
-    "lstm": _lstm_step,
-    "gru": _gru_step,
-}
-
 _POOLS: dict[str, Callable[..., RandomTensor]] = {
     "max": _max_pool,
     "avg": _average_pool,
@@ -499,8 +434,7 @@ LAYER_RULES: dict[str, Callable[..., Any]] = {
     "softmax": _softmax,
     "log_softmax": partial(_softmax, log=True),
     "scaled_dot_product_attention": _attention,
-    **{name: partial(_layer, step) for name, step in _STEPS.items()},
-    **{f"{name}_cell": partial(_cell, step) for name, step in _STEPS.items()},
+    **RECURRENT_RULES,
     **{
         f"{name}_pool{dims}d": partial(rule, dims)
         for name, rule in _POOLS.items()

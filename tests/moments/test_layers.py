@@ -145,6 +145,53 @@ def test_normalizations_divide_by_the_expected_square_about_the_mean(name):
     assert (known.variance == 0).all()
 
 
+def correlated(*shape):
+    root = torch.randn(*shape, shape[-1])
+    covariance = root @ root.mT
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return RandomTensor(torch.randn(shape), variance, Settings(True), covariance)
+
+
+UNITS = {
+    "layer": (nn.LayerNorm(6), 1, True),
+    "group": (nn.GroupNorm(2, 6), 2, True),
+    "rms": (nn.RMSNorm(6), 1, False),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_normalizations_keep_the_covariance_of_units(name):
+    """By the matrix that takes the averages off."""
+    norm, groups, center = UNITS[name]
+    norm, x = norm.double(), correlated(3, 6)
+    for part in norm.parameters():
+        part.data.copy_(torch.rand(part.shape) + 0.5)
+    average = torch.block_diag(*torch.ones(groups, 6 // groups, 6 // groups)) * groups / 6
+    matrix = torch.eye(6) - average if center else torch.eye(6)
+    loc, covariance = x.loc @ matrix, matrix @ x.covariance @ matrix.mT
+    squares = loc.square() + covariance.diagonal(dim1=-2, dim2=-1)
+    scale = norm.weight / (squares @ average + (norm.eps or 1e-16)).sqrt()
+    found = norm(x)
+    shift = 0 if name == "rms" else norm.bias
+    torch.testing.assert_close(found.loc, loc * scale + shift)
+    expected = covariance * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    torch.testing.assert_close(found.covariance, expected)
+    torch.testing.assert_close(found.variance, expected.diagonal(dim1=-2, dim2=-1))
+
+
+def test_a_product_of_independent_tensors_keeps_the_covariance_of_units():
+    """``E[x_i y_i x_j y_j]`` is the product of two expectations."""
+    x = correlated(3, 4)
+    for y in (correlated(3, 4), correlated(4), correlated(3, 1)):
+        means = [part.loc.expand(3, -1) for part in (x, y)]
+        a, b = (mean.unsqueeze(-1) * mean.unsqueeze(-2) for mean in means)
+        product = means[0] * means[1]
+        expected = (x.covariance + a) * (y.covariance + b)
+        expected = expected - product.unsqueeze(-1) * product.unsqueeze(-2)
+        torch.testing.assert_close((x * y).covariance, expected)
+        torch.testing.assert_close((x * y).variance, expected.diagonal(dim1=-2, dim2=-1))
+
+
 # ---- dropout and softmax -------------------------------------------------------------------------
 
 
