@@ -104,9 +104,9 @@ class NetMoments(nn.Module):
     are those of units that pass through another shape than ``(batch, units)``. For a model with
     ``standardize`` inputs are in their own units, and outputs in standard units.
 
-    The module is deterministic: it can be differentiated, compiled, and exported by
-    :func:`torch.export.export` (``strict=False``) without Pyro. With ``covariance="full"`` slices and
-    permutations of units depend on values, which cannot be exported.
+    The module is deterministic: it can be differentiated, and exported by :func:`torch.export.export`
+    (``strict=False``) without Pyro. :func:`torch.compile` compiles the exported module only. With
+    ``covariance="full"`` slices and permutations of units depend on values, which cannot be exported.
 
     Args:
         model: A :class:`~pyro_structvi.Classifier`, :class:`~pyro_structvi.Regressor` or another
@@ -152,6 +152,8 @@ class NetMoments(nn.Module):
         self.guide: StructuredGuide = guide
         self.settings = Settings(covariance == "full", linearize)
 
+    # Dynamo applies functions of tensors to the tensors with moments without their rules.
+    @torch.compiler.disable
     def forward(self, x: Any) -> tuple[Tensor, Tensor]:
         """Return the output's mean ``(batch, ...)`` and variance, or covariance ``(batch, E, E)``."""
         values = random_values(posteriors_of(self.guide.joint_posterior()), self.settings)

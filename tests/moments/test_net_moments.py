@@ -64,6 +64,28 @@ def test_means_over_positions_are_exported_and_take_numpys_names():
             torch.testing.assert_close(exported.module()(own), moments(own))
 
 
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return 2 * h + h.tanh()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_moments_are_the_same():
+    model = ps.Classifier(ps.bayesianize(Doubled(), prior=1.0), num_data=6)
+    moments, x = ps.moments.NetMoments(model, ps.KTiedGuide(model)).eval(), torch.randn(6, 3)
+    expected = moments(x)
+    torch.testing.assert_close(torch.compile(moments, backend="eager")(x), expected)
+    with torch.no_grad():
+        exported = torch.export.export(moments, (x,), strict=False).module()
+        compiled = torch.compile(exported, backend="eager")
+        torch.testing.assert_close(compiled(x), expected)
+
+
 @pytest.mark.parametrize("predict", [partial(ps.predict, num_samples=3), ps.predict_moments])
 def test_a_prediction_can_be_differentiated(predict):
     model, guide = make(ps.MeanFieldGuide)
