@@ -16,7 +16,7 @@ class PredictiveDistance:
     Attributes:
         mean_difference: Average absolute difference of predictive means.
         scale_ratio: Geometric mean of the ratio of predictive standard deviations; below 1 the
-            predictions are overconfident.
+            predictions are overconfident. Zero, infinite or NaN where draws are constant at an input.
         wasserstein: Average 1-Wasserstein distance, as by :func:`wasserstein`.
     """
 

@@ -277,12 +277,22 @@ def _softmax(
 ) -> RandomTensor:
     """Return the softmax of the means, or its log, and the variance of its tangent there."""
     p = input.loc.softmax(dim)
-    variance = (1 - 2 * p) * input.variance + (p.square() * input.variance).sum(dim, keepdim=True)
+    is_last = dim in (-1, input.dim() - 1)
+    covariance = None
+    if input.covariance is not None and is_last:
+        cross = input.covariance @ p.unsqueeze(-1)  # of the scores and their average
+        covariance = input.covariance - cross - cross.mT + p.unsqueeze(-2) @ cross
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+    else:
+        variance = (1 - 2 * p) * input.variance
+        variance = variance + (p.square() * input.variance).sum(dim, keepdim=True)
     variance = variance.clamp_min(0)
     if log:
-        return RandomTensor(input.loc.log_softmax(dim), variance, input.settings)
-    found = RandomTensor(p, p.square() * variance, input.settings)
-    found.of_scores = input.variance if dim in (-1, input.dim() - 1) else None
+        return RandomTensor(input.loc.log_softmax(dim), variance, input.settings, covariance)
+    if covariance is not None:
+        covariance = covariance * p.unsqueeze(-1) * p.unsqueeze(-2)
+    found = RandomTensor(p, p.square() * variance, input.settings, covariance)
+    found.of_scores = input.variance if is_last else None
     return found
 
 

@@ -220,6 +220,17 @@ def test_the_softmax_is_that_of_the_means_with_the_variance_of_its_tangent(funct
     torch.testing.assert_close(nn.Softmax(1)(x).loc, x.loc.softmax(1))
 
 
+@pytest.mark.parametrize("function", [F.softmax, F.log_softmax], ids=["softmax", "logarithm"])
+def test_the_softmax_keeps_the_covariance_of_units(function):
+    x = correlated(3, 4)
+    found = function(x, dim=-1)
+    for index in range(3):
+        matrix = torch.func.jacrev(lambda value: function(value, dim=-1))(x.loc[index])
+        expected = matrix @ x.covariance[index] @ matrix.mT
+        torch.testing.assert_close(found.covariance[index], expected)
+        torch.testing.assert_close(found.variance[index], expected.diagonal())
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 
