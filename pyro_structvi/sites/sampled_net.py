@@ -183,10 +183,7 @@ class SampledFunctions(nn.Module):
         try:
             with parts_kept(self._net[0].modules()):
                 outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
-        except (
-            KeyError,
-            RuntimeError,
-        ) as error:  # of functional_call, for a net that changes itself
+        except (KeyError, RuntimeError) as error:  # also of a net that changes its parts
             raise RuntimeError(
                 f"The net must run under `torch.func.vmap`, but it failed there: {error}. Call a net "
                 "for each sample, `guide.to_net(guide.draw())`, unless the arguments are wrong."
