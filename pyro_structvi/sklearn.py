@@ -324,7 +324,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
         """Return predictive medians ``(N,)``, and with ``return_std`` standard deviations with noise.
 
-        Far from the data a few draws may be outliers, to which medians are robust.
+        Medians are robust to draws that are outliers far from the data.
         """
         prediction = self._predict(X)
         median = self._in_units(prediction.quantile(0.5))

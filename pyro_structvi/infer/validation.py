@@ -55,7 +55,7 @@ class Validation(CheckedFields):
             at most.
         patience: How many measurements in a row that are no better end the fit. Guide and model then
             have, also where the fit ends otherwise, the parameters and buffers of the best one. While
-            an annealed weight of the KL rises, no measurement counts but those of points. When None,
+            an annealed weight of the KL rises, only points are stopped. When None,
             nothing ends the fit.
 
     Example:

@@ -44,7 +44,7 @@ def moments_of_same_elements(call: Call) -> RandomTensor | None:
 
 
 def keep_elements(call: Call, found: RandomTensor) -> None:
-    """Tell the result of a call which function of single elements it is, and of which tensor."""
+    """Record the function of single elements that a call computes, and its source, in its result."""
     name, _, args, kwargs = call
     if name not in _OF_ONE:
         return

@@ -147,7 +147,7 @@ class LastLayer(PyroModule):
     """A Bayesian last layer: features are point estimates, and the last layer has a prior.
 
     The outputs are normal, so the bound has no noise with ``StructuredELBO(estimator="moments")``, or
-    ``"bound"`` for classes, and ``predict_moments`` has no error but that of a quadrature.
+    ``"bound"`` for classes, and ``predict_moments`` is exact up to quadrature.
 
     Args:
         features: From inputs to features ``(batch, ..., in)``; trained along with the posterior.

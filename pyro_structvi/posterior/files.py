@@ -100,8 +100,8 @@ def load(
 ) -> StructuredGuide:
     """Read a file of :func:`save`: return its guide, and give the model its state.
 
-    Nothing in a file is run as code, and everything is compared before a parameter changes. Numbers that
-    are tensors of the model, such as the scales of priors and of known noise, are those of the file.
+    Nothing in a file is run as code, and everything is compared before a parameter changes. Tensors of
+    the model, such as the scales of priors and of known noise, are replaced by the file's.
     Functions, such as those that a net's ``forward`` calls, are not compared, and neither are dropout,
     ``num_data`` and other settings of training.
 

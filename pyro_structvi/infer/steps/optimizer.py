@@ -134,7 +134,7 @@ class OneOptimizer:
 
         Args:
             skip: 1 to leave parameters and state as they are, else 0; for optimizers that can skip.
-            rates: Learning rates to read instead of those of the groups.
+            rates: Learning rates to read in place of the groups' rates.
         """
         assert self.torch is not None
         for parameter, clip in self._clips:
