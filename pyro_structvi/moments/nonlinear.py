@@ -257,7 +257,7 @@ def elu(alpha: float) -> ClosedForm:
 def rise(function: Callable[[Tensor], Tensor], low: float) -> ClosedForm:
     r"""Return the moments of ``tanh x``, from ``low = -1`` to 1, or of ``sigmoid x``, from 0.
 
-    Quadrature misses a rise that is much narrower than the distribution of x. For wide ones the sigmoid is
+    Quadrature misses a rise that is much narrower than the distribution of x. There the sigmoid is
     :math:`\sum_k w_k \Phi(s_k x)`, up to 2e-9; its square is the sigmoid minus its derivative.
 
     References:
