@@ -49,6 +49,7 @@ REFINED = 10_000  # examples at most that "auto" refines, since each step takes 
 NUM_DRAWS = 200  # of a guide
 DRAWS_OF_CHAIN = 100
 DF_OF_CHAINS, SCALE_OF_CHAINS = 4.0, 0.5  # of the prior that learns scales
+KL_WEIGHT_OF_MIXTURE = 0.1  # with 1 normals are far too wide where the noise is small
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
 
@@ -130,10 +131,10 @@ class _BayesianMLP(BaseEstimator):
         return num_data <= REFINED if self.refine == "auto" else bool(self.refine)
 
     def _guide(self) -> StructuredGuide:
-        matrix_normal, count = POSTERIORS["matrix_normal"], self.num_members
+        ensemble = partial(guides.EnsembleGuide, size=self.num_members)
         make: dict[str, Callable[..., StructuredGuide]] = {
-            "ensemble": partial(guides.EnsembleGuide, size=count),
-            "mixture": partial(guides.MixtureGuide, make_guide=matrix_normal, size=count),
+            "ensemble": ensemble,
+            "mixture": ensemble,  # of the points that it starts at
             **POSTERIORS,
         }
         if not callable(self.posterior) and self.posterior not in make:
@@ -146,9 +147,15 @@ class _BayesianMLP(BaseEstimator):
         return guide
 
     def _fitted_guide(self, data: tuple[Tensor, ...]) -> StructuredGuide:
-        guide = self._guide()
+        guide, num_data = self._guide(), len(data[0])
+        if self.posterior == "mixture":
+            self._train(guide, data)
+            mixture = guides.MixtureGuide(
+                *(self.model_, guides.MeanFieldGuide, self.num_members), starts=guide
+            )
+            self._train(mixture, data, kl_weight=KL_WEIGHT_OF_MIXTURE)
+            return mixture
         options: dict[str, Any] = {}
-        num_data = len(data[0])
         held_out = int(self.validation_fraction * num_data)
         if are_points(guide.all_posteriors()) and held_out and not self._is_refined(num_data):
             # Points that fit every example learn a noise of nearly nothing.
@@ -158,6 +165,10 @@ class _BayesianMLP(BaseEstimator):
             metric = partial(_weighted_log_density, other[2]) if len(other) > 2 else None
             held = other[0], other[1]
             options["validation"] = Validation(held, metric, every=10, patience=30)
+        self._train(guide, data, **options)
+        return guide
+
+    def _train(self, guide: StructuredGuide, data: tuple[Tensor, ...], **options: Any) -> None:
         fit(
             *(self.model_, guide, data),
             num_steps=self.num_steps,
@@ -166,7 +177,6 @@ class _BayesianMLP(BaseEstimator):
             progress=self.progress,
             **options,
         )
-        return guide
 
     def _learn_scales(self, net: nn.Module, data: tuple[Tensor, ...]) -> None:
         """Replace the prior of the model and of its points by one that learns the layers' scales.
@@ -262,10 +272,10 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         hidden_layer_sizes: The numbers of units of the hidden layers.
         activation: "silu", "tanh" or "relu".
         prior_scale: The standard deviation of the prior of weights.
-        posterior: "ensemble" for points; "mixture" for matrix normals in several modes; "map",
-            "dropout", "mean_field", "k_tied", "low_rank", "matrix_normal", "rowwise",
-            "full_covariance", "inducing" or "global_inducing" for one guide; or a function from a
-            model to a guide.
+        posterior: "ensemble" for points; "mixture" for mean-field normals around these points, fitted
+            with a weight of the KL of 0.1 (a cold posterior); "map", "dropout", "mean_field", "k_tied",
+            "low_rank", "matrix_normal", "rowwise", "full_covariance", "inducing" or "global_inducing"
+            for one guide; or a function from a model to a guide.
         num_members: The number of members of a mixture or ensemble, and of chains.
         num_steps: The number of training steps of a guide.
         batch_size: The number of examples in a training step; all if there are fewer.
