@@ -256,8 +256,9 @@ def _with_weight(
     return inputs[weights > 0], targets[weights > 0], weights[weights > 0]
 
 
+@dataclass(eq=False, repr=False)
 class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
-    r"""Bayesian regression by a multi-layer perceptron with heteroscedastic normal noise.
+    r"""Bayesian regression by a multi-layer perceptron with heteroscedastic noise.
 
     Inputs and targets are standardized inside. The prior of each weight and bias is
     :math:`N(0, \texttt{prior\_scale}^2)`. By default the posterior is sampled by microcanonical Langevin
@@ -290,6 +291,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         device: The device, as torch names it.
         random_state: A seed or a ``RandomState``.
         progress: Whether to show progress bars.
+        noise_df: The degrees of freedom of the noise, which has a Student's t distribution, robust to
+            outliers; None for normal noise.
 
     Attributes:
         model_: The model, of standardized targets.
@@ -311,6 +314,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         Sommer, Robnik, Nozadze, Seljak and Ruegamer (2025), "Microcanonical Langevin ensembles:
         advancing the sampling of Bayesian neural networks".
     """
+
+    noise_df: float | None = field(default=5.0, kw_only=True)
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Fit the posterior.
@@ -369,7 +374,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         return densities
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
-        return Regressor(net, noise="heteroscedastic")
+        return Regressor(net, noise="heteroscedastic", df=self.noise_df)
 
     def _in_units(self, values: Tensor) -> Array:
         scaled = self._to_numpy(values)[..., 0]

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from pyro.distributions.torch import Independent
-from scipy.stats import norm
+from scipy.stats import norm, t
 from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -65,19 +65,21 @@ def test_predictions_are_equivariant_to_units(table, options, shift):
     assert ((lower < median) & (median < upper) & (std > 0)).all()
 
 
-def test_a_points_predictive_distribution_is_normal(table):
+@pytest.mark.parametrize("df", [None, 5.0, 12])
+def test_a_points_predictive_distribution_is_that_of_the_noise(table, df):
     inputs, targets = table
-    estimator = BayesianMLPRegressor((6,), **POINT).fit(inputs, targets)
+    estimator = BayesianMLPRegressor((6,), **POINT, noise_df=df).fit(inputs, targets)
     mean, std = estimator.predict(inputs, return_std=True)
     interval = estimator.predict_interval(inputs, 0.9)
-    np.testing.assert_allclose(interval[:, 1], norm(mean, std).ppf(0.95), rtol=1e-6)
-    expected = norm(mean, std).logpdf(targets)
+    noise = norm(mean, std) if df is None else t(df, mean, std * np.sqrt(1 - 2 / df))
+    np.testing.assert_allclose(interval[:, 1], noise.ppf(0.95), rtol=1e-6)
+    expected = noise.logpdf(targets)
     np.testing.assert_allclose(estimator.log_density(inputs, targets), expected, rtol=1e-8)
     draws = estimator.sample_y(inputs[:3], n_samples=4000, random_state=1)
     assert draws.shape == (3, 4000)
     z = (draws - mean[:3, None]) / std[:3, None]
     assert np.abs(z.mean(1)).max() < 5 / np.sqrt(4000)
-    assert np.abs(z.var(1) - 1).max() < 5 * np.sqrt(2 / 4000)
+    assert np.abs(z.var(1) - 1).max() < 5 * np.sqrt((2 if df is None else 8) / 4000)  # kurtosis
 
 
 def test_it_is_an_estimator_as_others(table):

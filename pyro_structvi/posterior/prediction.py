@@ -18,7 +18,6 @@ from pyro_structvi._checks import Count, Positive, Program, brief, checked, shap
 from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
-from pyro_structvi.linalg.quadrature import bisect
 from pyro_structvi.posterior.passes import (
     Passes,
     Posterior,
@@ -26,12 +25,12 @@ from pyro_structvi.posterior.passes import (
     check_posterior,
     count_draws,
 )
+from pyro_structvi.posterior.quantiles import mixture_quantile
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
 from pyro_structvi.weights.torch_distributions import base_of, in_single, map_tensors, tensors_of
 
 MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly modulo 1
-_QUANTILE_DRAWS = 2000  # observations, if torch has no inverse distribution function
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +118,7 @@ class Prediction:
                 "Classes have no order, and so no quantiles. Take `prediction.mean`, their "
                 "probabilities."
             )
-        found = _mixture_quantile(likelihood, levels.reshape(-1))
+        found = mixture_quantile(likelihood, levels.reshape(-1))
         return found if levels.dim() else found.squeeze(0)
 
     @checked
@@ -427,35 +426,6 @@ def _parts(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in vars(distribution).items():
         if isinstance(value, Distribution):
             yield from _parts(value, f"{prefix}{name}.")
-
-
-def _mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
-    """Return quantiles ``(Q, N, *event)`` of the mixture, by bisection or from samples."""
-    base = base_of(likelihood)
-    levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
-    try:
-        parts = base.icdf(levels)
-    except NotImplementedError:
-        count = -(-_QUANTILE_DRAWS // base.batch_shape[0])
-        ordered: Tensor = likelihood.sample((count,)).flatten(0, 1).sort(0).values
-        # Positions q (S + 1), rounded outwards: an interval of level l covers one more draw with
-        # a probability of at least l.
-        positions = q * (len(ordered) + 1)
-        ranks = torch.where(q < 0.5, positions.floor(), positions.ceil()).long() - 1
-        return ordered[ranks.clamp(0, len(ordered) - 1).to(ordered.device)]
-
-    def excess(values: Tensor) -> Tensor:
-        found: Tensor = base.cdf(values.unsqueeze(1)).mean(1) - levels.squeeze(1)
-        return found
-
-    with torch.no_grad():
-        found = bisect(lambda values: excess(values) < 0, parts.amin(1), parts.amax(1))
-    if not parts.requires_grad:
-        return found
-    # The derivative of the root is that of a step of Newton's method, which is zero there.
-    density = base.log_prob(found.unsqueeze(1)).exp().mean(1).detach()
-    step: Tensor = excess(found) / density.clamp_min(torch.finfo(density.dtype).tiny)
-    return found - (step - step.detach())
 
 
 def class_probabilities(base: Any) -> Tensor | None:

@@ -1,0 +1,92 @@
+"""Quantiles of mixtures of distributions."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import StudentT
+
+from pyro_structvi.linalg.quadrature import bisect
+from pyro_structvi.weights.torch_distributions import base_of
+
+NUM_DRAWS = 2000  # observations, if a distribution has no inverse distribution function
+
+
+def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
+    """Return quantiles ``(Q, N, *event)`` of the mixture, by bisection or from samples."""
+    base = base_of(likelihood)
+    levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
+    try:
+        parts = _icdf(base, levels)
+    except NotImplementedError:
+        count = -(-NUM_DRAWS // base.batch_shape[0])
+        ordered: Tensor = likelihood.sample((count,)).flatten(0, 1).sort(0).values
+        # Positions q (S + 1), rounded outwards: an interval of level l covers one more draw with
+        # a probability of at least l.
+        positions = q * (len(ordered) + 1)
+        ranks = torch.where(q < 0.5, positions.floor(), positions.ceil()).long() - 1
+        return ordered[ranks.clamp(0, len(ordered) - 1).to(ordered.device)]
+
+    def excess(values: Tensor) -> Tensor:
+        found: Tensor = _cdf(base, values.unsqueeze(1)).mean(1) - levels.squeeze(1)
+        return found
+
+    with torch.no_grad():
+        found = bisect(lambda values: excess(values) < 0, parts.amin(1), parts.amax(1))
+    if not parts.requires_grad:
+        return found
+    # The derivative of the root is that of a step of Newton's method, which is zero there.
+    density = base.log_prob(found.unsqueeze(1)).exp().mean(1).detach()
+    step: Tensor = excess(found) / density.clamp_min(torch.finfo(density.dtype).tiny)
+    return found - (step - step.detach())
+
+
+def _cdf(base: Any, values: Tensor) -> Tensor:
+    if not isinstance(base, StudentT):
+        found: Tensor = base.cdf(values)
+        return found
+    return student_t_cdf((values - base.loc) / base.scale, _whole_df(base))
+
+
+def _icdf(base: Any, levels: Tensor) -> Tensor:
+    if not isinstance(base, StudentT):
+        found: Tensor = base.icdf(levels)
+        return found
+    df = _whole_df(base)
+    # A quantile t has a tail of at most (t / sqrt(df)) ** -df, which bounds it.
+    tail = torch.minimum(levels, 1 - levels)
+    far = math.sqrt(df) * tail ** (-1 / df)
+    standard = bisect(lambda t: student_t_cdf(t, df) < levels, -far, far)
+    return base.loc + base.scale * standard
+
+
+def _whole_df(base: StudentT) -> int:
+    """Return the degrees of freedom if they are one whole number, which has a closed form."""
+    df = base.df.flatten()[0].item()
+    if df != int(df) or not bool((base.df == df).all()):
+        raise NotImplementedError
+    return int(df)
+
+
+def student_t_cdf(t: Tensor, df: int) -> Tensor:
+    r"""Return the distribution function of Student's t for a whole number of degrees of freedom.
+
+    With :math:`t = \sqrt\nu \tan\theta` it is proportional to the integral of
+    :math:`\cos^{\nu - 1}` up to :math:`\theta`, by the recursion of its antiderivatives.
+
+    Example:
+        >>> student_t_cdf(torch.tensor([-1.0, 0.0, 1.0]), 1)
+        tensor([0.2500, 0.5000, 0.7500])
+
+    References:
+        Abramowitz and Stegun (1972), "Handbook of mathematical functions", 26.7.3 and 26.7.4.
+    """
+    angle = (t / math.sqrt(df)).atan()
+    sine, cosine = angle.sin(), angle.cos()
+    is_odd = df % 2 == 1
+    integral, whole = (angle, math.pi) if is_odd else (sine, 2.0)  # up to theta, and of all angles
+    for power in range(2 if is_odd else 3, df, 2):
+        integral = cosine ** (power - 1) * sine / power + (power - 1) / power * integral
+        whole *= (power - 1) / power
+    return 0.5 + integral / whole

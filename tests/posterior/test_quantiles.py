@@ -1,0 +1,41 @@
+"""Quantiles of mixtures."""
+
+import numpy as np
+import pytest
+import torch
+from pyro.distributions import StudentT
+from scipy.optimize import brentq
+from scipy.stats import t
+
+from pyro_structvi.posterior.quantiles import mixture_quantile, student_t_cdf
+
+LEVELS = torch.tensor([1e-3, 0.05, 0.5, 0.9, 0.9999])
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 5, 30])
+def test_students_t_has_a_closed_form(df):
+    values = torch.linspace(-40, 40, 101)
+    expected = torch.from_numpy(t.cdf(values.numpy(), df))
+    torch.testing.assert_close(student_t_cdf(values, df), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("df", [1, 2, 5])
+def test_quantiles_of_a_mixture_are_those_of_its_distribution_function(df):
+    loc, scale = torch.randn(4, 3), 0.2 + torch.rand(4, 3)
+    found = mixture_quantile(StudentT(float(df), loc, scale), LEVELS)
+    for column in range(3):
+        own = loc[:, column].numpy(), scale[:, column].numpy()
+        for row, level in enumerate(LEVELS.tolist()):
+
+            def excess(value, own=own, level=level):
+                return t.cdf(value, df, *own).mean() - level
+
+            expected = brentq(excess, -1e6, 1e6, xtol=1e-12, rtol=1e-14)
+            assert found[row, column].item() == pytest.approx(expected, rel=1e-8)
+
+
+def test_other_degrees_of_freedom_have_quantiles_of_samples():
+    """The standard error of the median of 2,000 draws is below 0.03; five of them."""
+    torch.manual_seed(0)
+    found = mixture_quantile(StudentT(2.5, torch.zeros(4, 1), 1.0), torch.tensor([0.5]))
+    assert np.abs(found.item()) < 0.15
