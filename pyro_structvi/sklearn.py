@@ -374,6 +374,11 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         return densities
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
+        if self.noise_df is not None and not 1 < self.noise_df < math.inf:
+            raise ValueError(
+                "`noise_df` must be above 1 and finite, or None for normal noise, but got "
+                f"{self.noise_df!r}."
+            )
         return Regressor(net, noise="heteroscedastic", df=self.noise_df)
 
     def _in_units(self, values: Tensor) -> Array:
