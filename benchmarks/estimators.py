@@ -6,9 +6,9 @@
 
 Files, splits and scaling are as in ``benchmarks.uci``. "chains" is ``BayesianMLPRegressor`` without an
 argument but the seed, "points" the same without refinement. "deep ensemble" has ten nets with two hidden
-layers of 50 ReLU units, early stopping and the same Student's t noise. XGBoost has 500 trees of depth 4 at a rate of 0.05; it has no
-predictive density. ``bde`` (``pip install sklearn-contrib-bde``) has our net, with the defaults of its
-energy variance. What the file of results has is not measured again.
+layers of 50 ReLU units, early stopping and the same Student's t noise. XGBoost has 500 trees of depth 4
+at a rate of 0.05; it has no predictive density. ``bde`` (``pip install sklearn-contrib-bde``) has our
+net, with the defaults of its energy variance. What the file of results has is not measured again.
 """
 
 import argparse
