@@ -48,7 +48,6 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
 REFINED = 10_000  # examples at most that "auto" refines, since each step takes all of them
 NUM_DRAWS = 200  # of a guide
 DRAWS_OF_CHAIN = 100
-DF_OF_CHAINS, SCALE_OF_CHAINS = 4.0, 0.5  # of the prior that learns scales
 KL_WEIGHT_OF_MIXTURE = 0.1  # with 1 normals are far too wide where the noise is small
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
@@ -61,6 +60,7 @@ class _BayesianMLP(BaseEstimator):
     _: KW_ONLY
     activation: str = "silu"
     prior_scale: float = 1.0
+    prior_df: float | None = 4.0
     posterior: str | Callable[..., StructuredGuide] = "ensemble"
     num_members: int = 10
     num_steps: int = 1500
@@ -106,8 +106,9 @@ class _BayesianMLP(BaseEstimator):
             net = self._net(inputs.shape[1], num_outputs).to(data[0])
             self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
             self.guide_ = self._fitted_guide(tuple(data))
-            if self._is_refined(len(data[0])) and are_points(self.guide_.all_posteriors()):
-                self._learn_scales(net, tuple(data))
+            is_refined = self._is_refined(len(data[0]))
+            if is_refined and self.prior_df and are_points(self.guide_.all_posteriors()):
+                self._learn_scales(net, self.prior_df, tuple(data))
             self.draws_ = self._draws(tuple(data))
         return self
 
@@ -178,15 +179,13 @@ class _BayesianMLP(BaseEstimator):
             **options,
         )
 
-    def _learn_scales(self, net: nn.Module, data: tuple[Tensor, ...]) -> None:
+    def _learn_scales(self, net: nn.Module, df: float, data: tuple[Tensor, ...]) -> None:
         """Replace the prior of the model and of its points by one that learns the layers' scales.
 
         Its density is highest where whole layers are zero, so points are found under normals.
         """
-        points, scale = self.guide_.state_dict(), SCALE_OF_CHAINS * self.prior_scale
-        prior = bayesianize(
-            net, lambda name, value: IsotropicStudentT(DF_OF_CHAINS, scale, value.shape)
-        )
+        points, scale = self.guide_.state_dict(), self.prior_scale / 2
+        prior = bayesianize(net, lambda name, value: IsotropicStudentT(df, scale, value.shape))
         self.model_ = self._likelihood(prior)
         self.model_.num_data = len(data[0])
         self.guide_ = self._guide()
@@ -266,13 +265,14 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     points are a deep ensemble.
 
     Chains from points have another prior, :class:`~pyro_structvi.distributions.IsotropicStudentT` with
-    4 degrees of freedom and the scale ``prior_scale / 2``: each weight matrix and each bias learns its
-    scale from the data.
+    the scale ``prior_scale / 2``: each weight matrix and each bias learns its scale from the data.
 
     Args:
         hidden_layer_sizes: The numbers of units of the hidden layers.
         activation: "silu", "tanh" or "relu".
         prior_scale: The standard deviation of the prior of weights.
+        prior_df: The degrees of freedom of the chains' prior; None for the normal prior of the points,
+            whose functions vary more, between and away from the data.
         posterior: "ensemble" for points; "mixture" for mean-field normals around these points, fitted
             with a weight of the KL of 0.1 (a cold posterior); "map", "dropout", "mean_field", "k_tied",
             "low_rank", "matrix_normal", "rowwise", "full_covariance", "inducing" or "global_inducing"

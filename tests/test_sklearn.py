@@ -122,7 +122,9 @@ def test_chains_sample_the_scale_of_each_layer(table):
     assert found.guide_.model is found.model_
     for mine, other in zip(found.guide_.members, points.guide_.members, strict=True):
         torch.testing.assert_close(mine.median(), other.median(), rtol=0, atol=0)
-    for estimator, kind in ((found, IsotropicStudentT), (points, Independent)):
+    normal = BayesianMLPRegressor((4,), **CHAINS, prior_df=None).fit(inputs, targets)
+    of_kinds = ((found, IsotropicStudentT), (points, Independent), (normal, Independent))
+    for estimator, kind in of_kinds:
         sites = find_declared_sites(estimator.model_)
         assert {type(site.prior) for site in sites.values()} == {kind}
 
