@@ -90,6 +90,11 @@ class _BayesianMLP(BaseEstimator):
         """Fit the posterior, and keep draws of it."""
         if self.dtype not in ("float32", "float64"):
             raise ValueError(f'`dtype` must be "float32" or "float64", but got {self.dtype!r}.')
+        if self.prior_df is not None and not 0 < self.prior_df < math.inf:
+            raise ValueError(
+                "`prior_df` must be positive and finite, or None for a normal prior, but got "
+                f"{self.prior_df!r}."
+            )
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(
                 "`validation_fraction` must be at least 0 and below 1, but got "
@@ -106,8 +111,8 @@ class _BayesianMLP(BaseEstimator):
             net = self._net(inputs.shape[1], num_outputs).to(data[0])
             self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
             self.guide_ = self._fitted_guide(tuple(data))
-            is_refined = self._is_refined(len(data[0]))
-            if is_refined and self.prior_df and are_points(self.guide_.all_posteriors()):
+            has_starts = self._is_refined(len(data[0])) and are_points(self.guide_.all_posteriors())
+            if has_starts and self.prior_df is not None:
                 self._learn_scales(net, self.prior_df, tuple(data))
             self.draws_ = self._draws(tuple(data))
         return self

@@ -213,6 +213,7 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
         ({"activation": "sin"}, "`activation` must be one of"),
         ({"refine": "no"}, "`refine` must be True, False or"),
         ({"dtype": "float16"}, '`dtype` must be "float32" or "float64"'),
+        ({"prior_df": 0.0}, "`prior_df` must be positive and finite, or None"),
         ({"noise_df": 1.0}, "`noise_df` must be above 1 and finite, or None"),
         ({"validation_fraction": -0.5}, "`validation_fraction` must be at least 0 and below 1"),
     ):
