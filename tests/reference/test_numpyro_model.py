@@ -147,7 +147,7 @@ def relu_of_a_view(h):
             "2.weight": dist.Uniform(0.0, 1.5),
             "2.bias": dist.HalfCauchy(0.9),
         },
-        lambda name, value: IsotropicStudentT(3.0, 0.6, value.shape),
+        pytest.param(lambda name, value: IsotropicStudentT(3.0, 0.6, value.shape), id="t"),
     ],
     ids=str,
 )
