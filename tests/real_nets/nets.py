@@ -171,7 +171,7 @@ CASES = [
     Case("transformer encoder", of(Transformer, sequences)),
     Case(
         *("transformer decoder", of(lambda: Transformer(decodes=True), sequences)),
-        ("net.decoder.multihead_attn.*",),
+        ("net.decoder.multihead_attn.in_proj*",),
     ),
     Case("dictionary of inputs", named),
     Case("shared weights", of(lambda: perceptron(tie), table), ("net.0.bias", "net.2.*")),
