@@ -1,6 +1,7 @@
 """Quantiles of mixtures of distributions."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from pyro_structvi.linalg.quadrature import bisect
 from pyro_structvi.weights.torch_distributions import base_of
 
 NUM_DRAWS = 2000  # observations, if a distribution has no inverse distribution function
+MOST_DF = 200  # degrees of freedom with a closed form, a sum of half as many terms
 
 
 def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
@@ -18,7 +20,8 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
     base = base_of(likelihood)
     levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
     try:
-        parts = _icdf(base, levels)
+        cdf, icdf = _functions_of(base)
+        parts = icdf(levels)
     except NotImplementedError:
         count = -(-NUM_DRAWS // base.batch_shape[0])
         ordered: Tensor = likelihood.sample((count,)).flatten(0, 1).sort(0).values
@@ -29,7 +32,7 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         return ordered[ranks.clamp(0, len(ordered) - 1).to(ordered.device)]
 
     def excess(values: Tensor) -> Tensor:
-        found: Tensor = _cdf(base, values.unsqueeze(1)).mean(1) - levels.squeeze(1)
+        found: Tensor = cdf(values.unsqueeze(1)).mean(1) - levels.squeeze(1)
         return found
 
     with torch.no_grad():
@@ -42,31 +45,25 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
     return found - (step - step.detach())
 
 
-def _cdf(base: Any, values: Tensor) -> Tensor:
+def _functions_of(base: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return the distribution function of elements and its inverse; torch has none of Student's t."""
     if not isinstance(base, StudentT):
-        found: Tensor = base.cdf(values)
-        return found
-    return student_t_cdf((values - base.loc) / base.scale, _whole_df(base))
-
-
-def _icdf(base: Any, levels: Tensor) -> Tensor:
-    if not isinstance(base, StudentT):
-        found: Tensor = base.icdf(levels)
-        return found
-    df = _whole_df(base)
-    # A quantile t has a tail of at most (t / sqrt(df)) ** -df, which bounds it.
-    tail = torch.minimum(levels, 1 - levels)
-    far = math.sqrt(df) * tail ** (-1 / df)
-    standard = bisect(lambda t: student_t_cdf(t, df) < levels, -far, far)
-    return base.loc + base.scale * standard
-
-
-def _whole_df(base: StudentT) -> int:
-    """Return the degrees of freedom if they are one whole number, which has a closed form."""
-    df = base.df.flatten()[0].item()
-    if df != int(df) or not bool((base.df == df).all()):
+        return base.cdf, base.icdf
+    df = int(base.df.flatten()[0])
+    if df > MOST_DF or not bool((base.df == df).all()):
         raise NotImplementedError
-    return int(df)
+
+    def cdf(values: Tensor) -> Tensor:
+        return student_t_cdf((values - base.loc) / base.scale, df)
+
+    def icdf(levels: Tensor) -> Tensor:
+        # The tail beyond t has a probability of at most (t / sqrt(df)) ** -df.
+        far = math.sqrt(df) * torch.minimum(levels, 1 - levels) ** (-1 / df)
+        standard = bisect(lambda t: student_t_cdf(t, df) < levels, -far, far)
+        found: Tensor = base.loc + base.scale * standard
+        return found
+
+    return cdf, icdf
 
 
 def student_t_cdf(t: Tensor, df: int) -> Tensor:

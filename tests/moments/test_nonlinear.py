@@ -184,6 +184,17 @@ def test_quadrature_has_the_stated_error(name):
             assert error < bound, (scale, error)
 
 
+@pytest.mark.parametrize(("name", "stated"), [("gelu", 0.04), ("softsign", 0.14), ("erf", 0.25)])
+def test_the_stated_error_of_wide_inputs(name, stated):
+    """Of standard deviations at one of 10 of the input, as the documentation has it."""
+    function, in_numpy, *_ = SMOOTH[name]
+    mean, scale = torch.linspace(-30, 30, 121), torch.full((121,), 10.0)
+    found = function(random(mean, scale.square()))
+    _, variance = integrated(in_numpy, mean, scale, (0.0, -3.0, 3.0))
+    error = ((found.variance / variance).sqrt() - 1).abs().max().item()
+    assert error == pytest.approx(stated, abs=0.01)
+
+
 RISES = {
     "tanh": (torch.tanh, np.tanh, 0.5),
     "sigmoid": (torch.sigmoid, lambda x: np.exp(-np.logaddexp(0, -x)), 1.0),
