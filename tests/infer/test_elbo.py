@@ -8,7 +8,16 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import (
+    SVI,
+    Importance,
+    RenyiELBO,
+    ReweightedWakeSleep,
+    Trace_ELBO,
+    TraceEnum_ELBO,
+    TraceGraph_ELBO,
+    TraceMeanField_ELBO,
+)
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import InducingNormal, PointMixture
@@ -333,3 +342,29 @@ def test_the_exact_posterior_is_the_optimum(local_reparam):
         guide["net.weight"].loc.add_(0.1)
     assert mean_loss(elbo, model, guide, *data) > -evidence + 0.01
     assert mean_gradient(elbo, model, guide, *data).abs().max() > 0.1
+
+
+PYROS = {
+    "Trace_ELBO": Trace_ELBO(),
+    "TraceGraph_ELBO": TraceGraph_ELBO(),
+    "TraceEnum_ELBO": TraceEnum_ELBO(max_plate_nesting=1, strict_enumeration_warning=False),
+    "RenyiELBO": RenyiELBO(alpha=0.0, num_particles=3),
+    "RenyiELBO, particles in one pass": RenyiELBO(
+        alpha=2.0, num_particles=3, vectorize_particles=True, max_plate_nesting=2
+    ),
+    "ReweightedWakeSleep": ReweightedWakeSleep(num_particles=3, max_plate_nesting=1),
+}
+
+
+@pytest.mark.parametrize("name", PYROS)
+def test_each_draw_from_the_exact_posterior_has_the_evidence(name):
+    """By every objective of Pyro and by importance sampling, since log q = log p - evidence."""
+    data = regression_data(8)
+    model, (mean, covariance, evidence) = make_model(8, 3), exact(*data)
+    guide = full_guide(model, mean, covariance)
+    loss = PYROS[name].loss(model, guide, *data)
+    loss = loss[0] if isinstance(loss, tuple) else loss  # wake-sleep has a loss of the guide, too
+    assert_close(torch.as_tensor(loss, dtype=torch.float64), -evidence)
+    weights = Importance(model, guide, num_samples=3).run(*data)
+    assert_close(weights.get_log_normalizer(), evidence)
+    assert_close(weights.get_ESS(), torch.tensor(3.0))
