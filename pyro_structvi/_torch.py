@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -24,6 +25,23 @@ from torch.utils._pytree import tree_map as tree_map  # as in torch.func, for ne
 from torch.utils.weak import WeakTensorKeyDictionary as TensorKeyDictionary
 
 T = TypeVar("T", bound=Tensor)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled(function: F) -> F:
+    """Keep a function out of :func:`torch.compile`, as ``torch.compiler.disable`` does.
+
+    That decorator imports the compiler, which takes as long as the package; a call is early enough.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        disabled = disabled or torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def inside_transform() -> bool:

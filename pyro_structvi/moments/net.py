@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, checked, naming
 from pyro_structvi._pyro import site_values
+from pyro_structvi._torch import not_compiled
 from pyro_structvi.moments import rules as rules  # the rules of random tensors
 from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
@@ -152,8 +153,7 @@ class NetMoments(nn.Module):
         self.guide: StructuredGuide = guide
         self.settings = Settings(covariance == "full", linearize)
 
-    # Dynamo applies functions of tensors to the tensors with moments without their rules.
-    @torch.compiler.disable
+    @not_compiled  # Dynamo applies functions of tensors to tensors with moments without their rules
     def forward(self, x: Any) -> tuple[Tensor, Tensor]:
         """Return the output's mean ``(batch, ...)`` and variance, or covariance ``(batch, E, E)``."""
         values = random_values(posteriors_of(self.guide.joint_posterior()), self.settings)
