@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -48,6 +48,7 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
 REFINED = 10_000  # examples at most that "auto" refines, since each step takes all of them
 NUM_DRAWS = 200  # of a guide
 DRAWS_OF_CHAIN = 100
+FUNCTIONS_AT_A_TIME = 500_000  # of all draws and rows, in a pass of a prediction
 KL_WEIGHT_OF_MIXTURE = 0.1  # with 1 normals are far too wide where the noise is small
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
@@ -225,15 +226,29 @@ class _BayesianMLP(BaseEstimator):
         scaled = self.x_scaler_.transform(inputs)
         return torch.as_tensor(scaled, dtype=getattr(torch, self.dtype), device=self.device)
 
-    def _predict(self, X: ArrayLike, y: Tensor | None = None) -> Prediction:
+    @property
+    def _num_draws(self) -> int:
+        return len(next(iter(self.draws_.values())))
+
+    def _predictions(self, X: ArrayLike, y: Tensor | None = None) -> Iterator[Prediction]:
+        """Yield predictions of some rows at a time, so that memory does not grow with their number."""
         check_is_fitted(self)
-        inputs = validate_data(self, X, dtype=np.float64, reset=False)
-        return predict(self.model_, self.draws_, self._as_inputs(inputs), y=y)
+        inputs = self._as_inputs(validate_data(self, X, dtype=np.float64, reset=False))
+        size = max(1, FUNCTIONS_AT_A_TIME // self._num_draws)
+        for rows in torch.arange(len(inputs)).split(size):
+            own = None if y is None else y[rows]
+            yield predict(self.model_, self.draws_, inputs[rows], y=own)
 
 
 def _weighted_log_density(weights: Tensor, prediction: Prediction, y: Tensor) -> float:
     assert prediction.log_density is not None
     return float(weights @ prediction.log_density / weights.sum())
+
+
+def _to_numpy(values: Tensor | None) -> Array:
+    assert values is not None
+    array: Array = values.detach().double().cpu().numpy()
+    return array
 
 
 def _as_weights(sample_weight: ArrayLike | None, inputs: Array) -> Array | None:
@@ -346,36 +361,38 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
 
         Medians are robust to draws that are outliers far from the data.
         """
-        prediction = self._predict(X)
-        median = self._in_units(prediction.quantile(0.5))
+        found = [(each.quantile(0.5), each.variance) for each in self._predictions(X)]
+        median, variance = (torch.cat(parts) for parts in zip(*found, strict=True))
         if not return_std:
-            return median
-        std = self._to_numpy(prediction.variance.sqrt())[:, 0]
-        return median, std * self.y_scaler_.scale_[0]
+            return self._in_units(median)
+        std = _to_numpy(variance.sqrt())[:, 0]
+        return self._in_units(median), std * self.y_scaler_.scale_[0]
 
     def predict_interval(self, X: ArrayLike, level: float = 0.95) -> Array:
         """Return lower and upper bounds ``(N, 2)`` of the central predictive interval."""
-        bounds = self._predict(X).interval(level)
-        return np.stack([self._in_units(bound) for bound in bounds], -1)
+        found = [torch.stack(each.interval(level), -2) for each in self._predictions(X)]
+        return self._in_units(torch.cat(found))
 
     def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Return draws of the predictive distribution ``(N, n_samples)``."""
-        prediction = self._predict(X)
+        check_is_fitted(self)
+        repeats = math.ceil(n_samples / self._num_draws)
         with separate_randomness():
             torch.manual_seed(check_random_state(random_state).randint(2**31 - 1))
-            repeats = math.ceil(n_samples / prediction.num_samples)
-            draws = prediction.sample_observations(repeats)
-            chosen = draws[torch.randperm(len(draws))[:n_samples]]
-        return self._in_units(chosen).T
+            chosen = torch.randperm(repeats * self._num_draws)[:n_samples]  # the same for all rows
+            predictions = self._predictions(X)
+            found = [each.sample_observations(repeats)[chosen] for each in predictions]
+        return self._in_units(torch.cat(found, 1)).T
 
     def log_density(self, X: ArrayLike, y: ArrayLike) -> Array:
         """Return the log predictive density of targets ``(N,)``, in nats, in their own units."""
         check_is_fitted(self)
         column = np.asarray(y, dtype=np.float64).reshape(-1, 1)
+        check_consistent_length(X, column)
         scaled = torch.as_tensor(self.y_scaler_.transform(column), device=self.device)
-        found = self._predict(X, scaled.to(getattr(torch, self.dtype))).log_density
-        assert found is not None
-        densities: Array = self._to_numpy(found) - np.log(self.y_scaler_.scale_[0])
+        predictions = self._predictions(X, scaled.to(getattr(torch, self.dtype)))
+        found = np.concatenate([_to_numpy(each.log_density) for each in predictions])
+        densities: Array = found - np.log(self.y_scaler_.scale_[0])
         return densities
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
@@ -387,13 +404,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         return Regressor(net, noise="heteroscedastic", df=self.noise_df)
 
     def _in_units(self, values: Tensor) -> Array:
-        scaled = self._to_numpy(values)[..., 0]
+        scaled = _to_numpy(values)[..., 0]
         array: Array = scaled * self.y_scaler_.scale_[0] + self.y_scaler_.mean_[0]
-        return array
-
-    @staticmethod
-    def _to_numpy(values: Tensor) -> Array:
-        array: Array = values.detach().double().cpu().numpy()
         return array
 
 
@@ -455,7 +467,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
 
     def predict_proba(self, X: ArrayLike) -> Array:
         """Return predictive probabilities of the classes ``(N, classes)``."""
-        probabilities: Array = self._predict(X).mean.detach().double().cpu().numpy()
+        probabilities = np.concatenate([_to_numpy(each.mean) for each in self._predictions(X)])
         probabilities /= probabilities.sum(-1, keepdims=True)
         return probabilities
 

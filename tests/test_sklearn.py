@@ -17,6 +17,7 @@ from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import pyro_structvi as ps
+from pyro_structvi import sklearn
 from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.sites.finding import find_declared_sites
 from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
@@ -80,6 +81,31 @@ def test_a_points_predictive_distribution_is_that_of_the_noise(table, df):
     z = (draws - mean[:3, None]) / std[:3, None]
     assert np.abs(z.mean(1)).max() < 5 / np.sqrt(4000)
     assert np.abs(z.var(1) - 1).max() < 5 * np.sqrt((2 if df is None else 8) / 4000)  # kurtosis
+
+
+def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
+    """Memory does not grow with their number; a sample is of one function at all rows."""
+    inputs, targets = table
+    estimator = BayesianMLPRegressor((4,), **SMALL, refine=False).fit(inputs, targets)
+
+    def found():
+        median, std = estimator.predict(inputs, return_std=True)
+        interval, density = (
+            estimator.predict_interval(inputs),
+            estimator.log_density(inputs, targets),
+        )
+        return np.column_stack([median, std, interval, density])
+
+    at_once = found()
+    monkeypatch.setattr(sklearn, "FUNCTIONS_AT_A_TIME", 7)
+    np.testing.assert_allclose(found(), at_once, rtol=1e-8)
+    for draw, sign in enumerate((-1.0, 1.0)):
+        for value in estimator.draws_.values():
+            value[draw] = 0
+        estimator.draws_["net.2.bias"][draw] = torch.tensor([9.0 * sign, -9.0])
+    is_high = estimator.sample_y(inputs, n_samples=50) > targets.mean()
+    assert (is_high == is_high[0]).all()
+    assert 0 < is_high[0].mean() < 1
 
 
 def test_it_is_an_estimator_as_others(table):

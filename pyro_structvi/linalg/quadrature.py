@@ -1,4 +1,4 @@
-"""Quadrature under normals, and bisection."""
+"""Quadrature under normals, and roots."""
 
 import math
 from collections.abc import Callable
@@ -40,13 +40,39 @@ def normal_points(count: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return points, points.new_full((count,), 1 / count)
 
 
-HALVINGS = 60  # exhausts double precision
+MOST_STEPS = 100  # bisection alone takes some 60 in double precision
 
 
-def bisect(is_below: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """Return the root between ``low`` and ``high``, elementwise."""
-    for _ in range(HALVINGS):
-        middle = low + (high - low) / 2
-        below = is_below(middle)
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return high
+def find_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """Return the root between ``low`` and ``high`` of an increasing function of unit range, elementwise.
+
+    Steps are of inverse quadratic interpolation where it is safe, else of bisection.
+
+    References:
+        Chandrupatla (1997), "A new hybrid quadratic/bisection algorithm for finding the zero of a
+        nonlinear function without using derivatives", Advances in Engineering Software 28.
+    """
+    finfo = torch.finfo(low.dtype)
+    a, b = low, high  # the latest point, and the nearest on the other side of the root
+    at_a, at_b = function(a), function(b)
+    is_below = torch.ones_like(low, dtype=torch.bool)  # a, of the root
+    fraction = torch.full_like(low, 0.5)
+    for _ in range(MOST_STEPS):
+        new = a + fraction * (b - a)
+        at_new = function(new)
+        is_beyond = (at_new < 0) == is_below  # on the side of a
+        c, at_c = torch.where(is_beyond, a, b), torch.where(is_beyond, at_a, at_b)
+        b, at_b = torch.where(is_beyond, b, a), torch.where(is_beyond, at_b, at_a)
+        a, at_a, is_below = new, at_new, at_new < 0
+        closest = torch.where(at_a.abs() < at_b.abs(), a, b)
+        margin = (2 * finfo.eps * closest.abs() + finfo.tiny) / (b - a).abs()
+        is_zero = torch.minimum(at_a.abs(), at_b.abs()) <= 2 * finfo.eps
+        if bool((is_zero | (margin >= 0.5)).all()):
+            break
+        x, y = (a - b) / (c - b), (at_a - at_b) / (at_c - at_b)
+        is_safe = (y.square() < x) & ((1 - y).square() < 1 - x)
+        interpolated = at_a / (at_b - at_a) * at_c / (at_b - at_c)
+        interpolated += (c - a) / (b - a) * at_a / (at_c - at_a) * at_b / (at_c - at_b)
+        least = margin.clamp_max(0.5)
+        fraction = torch.where(is_safe, interpolated, 0.5).clamp(least, 1 - least)
+    return torch.where(at_a.abs() < at_b.abs(), a, b)

@@ -27,7 +27,13 @@ from pyro_structvi.posterior.passes import (
 )
 from pyro_structvi.posterior.quantiles import mixture_quantile
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
-from pyro_structvi.weights.torch_distributions import base_of, in_single, map_tensors, tensors_of
+from pyro_structvi.weights.torch_distributions import (
+    base_of,
+    in_single,
+    map_tensors,
+    moments_of,
+    tensors_of,
+)
 
 MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly modulo 1
@@ -269,14 +275,14 @@ class _Reader:
         likelihood = in_single(node["fn"])
         base = base_of(likelihood)
         probs = class_probabilities(base)
-        mean = base.mean if probs is None else probs
+        mean, variance = moments_of(base) if probs is None else (probs, probs * (1 - probs))
         leaves, structure = take_apart(mean if returned is None else returned)
         if self.keeps:
             self._check(leaves, len(mean))
         if self.likelihood is None:
             self.likelihood, self.structure = _StackedLikelihood(likelihood), structure
             self.entropy = entropy_of(base, likelihood)
-        found = {"mean": mean, "variance": base.variance if probs is None else mean * (1 - mean)}
+        found = {"mean": mean, "variance": variance}
         if self.keeps or self.entropy is None:  # classes have no quantiles
             found |= self.likelihood.take_apart(likelihood)
         if self.keeps:
@@ -349,10 +355,11 @@ class Averages:
         if not before:
             self.averages, self.squares, self.log_density = averages, squares, density
             return
-        change = {name: averages[name] - own for name, own in self.averages.items()}
-        self.squares += squares + change["mean"].square() * (before * added / self.count)
-        for name, own in self.averages.items():
-            own += change[name] * (added / self.count)
+        change = averages["mean"] - self.averages["mean"]
+        self.squares += squares + change.square() * (before * added / self.count)
+        for name, own in self.averages.items():  # a sum of parts, since a variance may be infinite
+            own *= before / self.count
+            own += averages[name] * (added / self.count)
         if self.log_density is not None and density is not None:
             self.log_density = torch.logaddexp(self.log_density, density)
 

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 from torch.distributions import StudentT
 
-from pyro_structvi.linalg.quadrature import bisect
+from pyro_structvi.linalg.quadrature import find_root
 from pyro_structvi.weights.torch_distributions import base_of
 
 NUM_DRAWS = 2000  # observations, if a distribution has no inverse distribution function
+LARGEST_RATIO = 1e18  # whose square is finite in single precision
 MOST_DF = 200  # degrees of freedom with a closed form, a sum of half as many terms
 
 
 def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
-    """Return quantiles ``(Q, N, *event)`` of the mixture, by bisection or from samples."""
+    """Return quantiles ``(Q, N, *event)`` of the mixture, as roots or from samples."""
     base = base_of(likelihood)
     levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
     try:
@@ -36,7 +37,7 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         return found
 
     with torch.no_grad():
-        found = bisect(lambda values: excess(values) < 0, parts.amin(1), parts.amax(1))
+        found = find_root(excess, parts.amin(1), parts.amax(1))
     if not parts.requires_grad:
         return found
     # The derivative of the root is that of a step of Newton's method, which is zero there.
@@ -59,7 +60,7 @@ def _functions_of(base: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tens
     def icdf(levels: Tensor) -> Tensor:
         # The tail beyond t has a probability of at most (t / sqrt(df)) ** -df.
         far = math.sqrt(df) * torch.minimum(levels, 1 - levels) ** (-1 / df)
-        standard = bisect(lambda t: student_t_cdf(t, df) < levels, -far, far)
+        standard = find_root(lambda t: student_t_cdf(t, df) - levels, -far, far)
         found: Tensor = base.loc + base.scale * standard
         return found
 
@@ -79,11 +80,15 @@ def student_t_cdf(t: Tensor, df: int) -> Tensor:
     References:
         Abramowitz and Stegun (1972), "Handbook of mathematical functions", 26.7.3 and 26.7.4.
     """
-    angle = (t / math.sqrt(df)).atan()
-    sine, cosine = angle.sin(), angle.cos()
-    is_odd = df % 2 == 1
-    integral, whole = (angle, math.pi) if is_odd else (sine, 2.0)  # up to theta, and of all angles
-    for power in range(2 if is_odd else 3, df, 2):
-        integral = cosine ** (power - 1) * sine / power + (power - 1) / power * integral
+    ratio = (t / math.sqrt(df)).clamp(-LARGEST_RATIO, LARGEST_RATIO)  # the tangent
+    square = 1 / (1 + ratio.square())  # of the cosine
+    if df % 2:
+        integral, whole, first, term = ratio.atan(), math.pi, 2, ratio * square
+    else:
+        sine = ratio * square.sqrt()
+        integral, whole, first, term = sine, 2.0, 3, sine * square
+    for power in range(first, df, 2):  # the term is cos ** (power - 1) * sin
+        integral = term / power + (power - 1) / power * integral
         whole *= (power - 1) / power
+        term = term * square
     return 0.5 + integral / whole

@@ -1,6 +1,7 @@
 """Tensors, medians and feasible points of any torch distribution."""
 
 import copy
+import math
 from collections.abc import Callable
 from functools import cache, cached_property
 from numbers import Number
@@ -8,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, TransformedDistribution, biject_to
+from torch.distributions import (
+    Distribution,
+    Independent,
+    StudentT,
+    TransformedDistribution,
+    biject_to,
+)
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ReshapeTransform
 
@@ -22,6 +29,16 @@ def base_of(distribution: Any) -> Any:
     while isinstance(distribution, Independent):
         distribution = distribution.base_dist
     return distribution
+
+
+def moments_of(distribution: Distribution) -> tuple[Tensor, Tensor]:
+    """Return mean and variance, also under ``vmap``, where torch's own of Student's t are an error."""
+    if not isinstance(distribution, StudentT):
+        return distribution.mean, distribution.variance
+    df, loc = distribution.df, distribution.loc
+    variance = distribution.scale.square() * df / (df - 2)
+    variance = torch.where(df > 2, variance, torch.where(df > 1, math.inf, math.nan))
+    return torch.where(df > 1, loc, math.nan), variance
 
 
 def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -52,6 +52,10 @@ CASES = {
         lambda: regressor_of(nn.Linear(3, 1), noise_scale=dist.HalfNormal(1.0)),
         regression_data,
     ),
+    "Student's t": (
+        lambda: ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), 12, noise_scale=0.5, df=5.0),
+        regression_data,
+    ),
     "rank one": (
         lambda: regressor_of(
             nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), layers={"*": ps.RankOne()}

@@ -40,6 +40,14 @@ def test_regression_moments_are_those_of_the_function_values():
     assert not prediction.mean.requires_grad
 
 
+@pytest.mark.parametrize("memory", [1.0, 1e-9])
+def test_noise_without_a_variance_has_an_infinite_one(memory):
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), 12, noise_scale=0.3, df=1.5)
+    prediction = ps.predict(model, wide_guide(model), torch.randn(4, 3), max_memory=memory)
+    assert torch.isposinf(prediction.variance).all()
+    assert prediction.function_variance.isfinite().all()
+
+
 def test_classification_moments_are_those_of_the_logits():
     model, x, y = make_classifier(), torch.randn(9, 3), torch.randint(4, (9,))
     prediction = ps.predict(model, wide_guide(model), x, num_samples=50, y=y)

@@ -23,7 +23,7 @@ from pyro_structvi.linalg.matrices import (
     kronecker,
     shrink,
 )
-from pyro_structvi.linalg.quadrature import bisect
+from pyro_structvi.linalg.quadrature import find_root
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.augmented import (
     AugmentedMatrixNormal,
@@ -230,11 +230,11 @@ def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
     ends = normal_quantiles(means, stddev, probs)
     wanted = in_front(probs, stddev)
 
-    def is_below(values: Tensor) -> Tensor:
-        found: Tensor = ndtr((values.unsqueeze(1) - means) / stddev).mean(1) < wanted
+    def excess(values: Tensor) -> Tensor:
+        found: Tensor = ndtr((values.unsqueeze(1) - means) / stddev).mean(1) - wanted
         return found
 
-    return bisect(is_below, ends.amin(1), ends.amax(1))
+    return find_root(excess, ends.amin(1), ends.amax(1))
 
 
 # ---- KL divergences ------------------------------------------------------------------------------
