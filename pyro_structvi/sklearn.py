@@ -57,7 +57,7 @@ INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore b
 class _BayesianMLP(BaseEstimator):
     """The common part of the regressor and the classifier."""
 
-    hidden_layer_sizes: Sequence[int] = (16, 16, 16, 16)
+    hidden_layer_sizes: Sequence[int] | int = (16, 16, 16, 16)
     _: KW_ONLY
     activation: str = "silu"
     prior_scale: float = 1.0
@@ -123,7 +123,13 @@ class _BayesianMLP(BaseEstimator):
             raise ValueError(
                 f"`activation` must be one of {[*ACTIVATIONS]}, but got {self.activation!r}."
             )
-        sizes = [num_inputs, *self.hidden_layer_sizes]
+        hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, dtype=object)).tolist()
+        if not all(isinstance(size, int | np.integer) and size > 0 for size in hidden):
+            raise ValueError(
+                "`hidden_layer_sizes` must be whole numbers of at least 1, but got "
+                f"{self.hidden_layer_sizes!r}."
+            )
+        sizes = [num_inputs, *map(int, hidden)]
         layers: list[nn.Module] = []
         for size, next_size in pairwise(sizes):
             layers += [nn.Linear(size, next_size), ACTIVATIONS[self.activation]()]
@@ -288,7 +294,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     the scale ``prior_scale / 2``: each weight matrix and each bias learns its scale from the data.
 
     Args:
-        hidden_layer_sizes: The numbers of units of the hidden layers.
+        hidden_layer_sizes: The numbers of units of the hidden layers, or of a single one.
         activation: "silu", "tanh" or "relu".
         prior_scale: The standard deviation of the prior of weights.
         prior_df: The degrees of freedom of the chains' prior; None for the normal prior of the points,

@@ -110,7 +110,7 @@ def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
 
 def test_it_is_an_estimator_as_others(table):
     inputs, targets = table
-    estimator = BayesianMLPRegressor((4,), **POINT)
+    estimator = BayesianMLPRegressor(4, **POINT)  # one hidden layer, as in `MLPRegressor`
     search = GridSearchCV(
         make_pipeline(MinMaxScaler(), estimator),
         {"bayesianmlpregressor__prior_scale": [0.5, 1.0]},
@@ -245,6 +245,9 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
     ):
         with pytest.raises(ValueError, match=message):
             BayesianMLPRegressor((4,), **POINT | option).fit(*table)
+    for sizes in (0, (4, -1), (4.5,), "8"):
+        with pytest.raises(ValueError, match="`hidden_layer_sizes` must be whole numbers"):
+            BayesianMLPRegressor(sizes, **POINT).fit(*table)
     assert not hasattr(BayesianMLPRegressor(), "partial_fit")
     with pytest.raises(AttributeError, match="Call `fit` with all of them"):
         BayesianMLPClassifier().partial_fit([[0.0]], [0])
