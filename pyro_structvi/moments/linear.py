@@ -63,18 +63,19 @@ class RandomWeight(RandomTensor):
     @property
     def loc(self) -> Tensor:
         self._check_memory()
-        return self._take(self.distribution.mean)
+        return self.take(self.distribution.mean)
 
     @property
     def variance(self) -> Tensor:
         self._check_memory()
-        return self._take(self.distribution.variance)
+        return self.take(self.distribution.variance)
 
     def become(self, other: RandomTensor) -> Self:
         """Refuse, since the posterior would not change along."""
         raise NotImplementedError("A random weight that is changed in place has no moments")
 
-    def _take(self, values: Tensor) -> Tensor:
+    def take(self, values: Tensor) -> Tensor:
+        """Return the elements of this weight among those of its distribution."""
         if self.part == "whole":
             return values
         return values[:, -1] if self.part == "bias" else values[:, :-1].reshape(self.shape)
@@ -237,11 +238,11 @@ def _applied(application: Application, is_joint: bool, has_random_input: bool) -
         found: Applied = formed[key]
         return found
     q: WeightDistribution | None = None
-    if isinstance(weight, RandomWeight):
-        q = _arranged(weight, application, is_joint)
-    elif isinstance(weight, RandomTensor) and weight.of_weight is not None:
-        own: Any = weight.of_weight
-        q = _derived(own[0], own[1], application)
+    own = (
+        (weight, _same) if isinstance(weight, RandomWeight) else getattr(weight, "of_weight", None)
+    )
+    if own is not None:
+        q = _arranged(own, application, is_joint)
     elif isinstance(weight, RandomTensor):
         q = MeanFieldNormal(weight.loc, floored_sqrt(weight.variance), validate_args=False)
         q = q if arrangement is None else q.rearranged(arrangement)
@@ -253,45 +254,59 @@ def _applied(application: Application, is_joint: bool, has_random_input: bool) -
     return q, matrix, factor
 
 
-def origin_of(x: RandomTensor) -> tuple[RandomWeight, Callable[[Tensor], Tensor]] | None:
+Origin = tuple[RandomWeight, Callable[[Tensor], Tensor]]
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def origin_of(x: RandomTensor) -> Origin | None:
     """Return the correlated weight and the linear function of it that a tensor is, or None."""
     if isinstance(x, RandomWeight):
-        is_correlated = not isinstance(x.distribution, IndependentWeight)
-        return (x, lambda value: value) if is_correlated else None
-    found: tuple[RandomWeight, Callable[[Tensor], Tensor]] | None = x.of_weight  # type: ignore[assignment]
+        return None if isinstance(x.distribution, IndependentWeight) else (x, _same)
+    found: Origin | None = x.of_weight
     return found
 
 
-def _derived(
-    weight: RandomWeight, function: Callable[[Tensor], Tensor], application: Application
-) -> WeightDistribution:
-    """Return the distribution of a linear function of a correlated weight, as a map takes it."""
-    arrangement = application.arrangement
+def _arranged(origin: Origin, application: Application, is_joint: bool) -> WeightDistribution:
+    """Return the distribution of a linear function of a weight, as a map takes it."""
+    (weight, function), arrangement = origin, application.arrangement
+    q, is_whole = weight.distribution, weight.part == "whole"
+    if function is _same and (is_whole or is_joint):
+        found = q if arrangement is None else q.rearranged(arrangement)
+        if found is not None:
+            return found
+
+    def apply(values: Tensor) -> Tensor:
+        own = function(weight.take(values))
+        return own if arrangement is None else arrangement(own)
+
+    if is_whole and _is_identity(apply, weight):
+        return q
     if arrangement is not None and arrangement.stack:
         raise NotImplementedError(
             "A stack of weights that are correlated has no moments. Predict with draws."
         )
-
-    def apply(value: Tensor) -> Tensor:
-        own = function(value)
-        return own if arrangement is None else arrangement(own)
-
-    if weight.part == "whole" and _is_identity(apply, weight):
-        return weight.distribution
-    q = weight.distribution
-    dense = q if weight.part == "whole" and isinstance(q, FullNormal) else _dense(weight)
+    if q.event_shape.numel() > LARGEST and not (is_whole and isinstance(q, FullNormal)):
+        raise NotImplementedError(
+            f"A {type(q).__name__} of {q.event_shape.numel()} elements meets a call that takes its "
+            "dimensions in another order, without its bias, or after another function, for which it has "
+            "no moments. Use a structure with independent elements there, `join_bias=False`, or predict "
+            "with draws."
+        )
     # Each element is a multiple of one of the weight's, since functions move and scale elements.
-    ones = torch.ones(weight.shape, dtype=torch.float64, device=weight.device)
-    numbers, factor = apply(ones.flatten().cumsum(0).reshape(weight.shape)), apply(ones)
+    ones = torch.ones(q.event_shape, dtype=torch.float64, device=weight.device)
+    numbers, factor = apply(ones.flatten().cumsum(0).reshape(ones.shape)), apply(ones)
     if torch.finfo(factor.dtype).bits < 32:
         raise NotImplementedError(
             "A weight with correlated elements that is converted to half precision has no moments. Use "
             "autocast, or predict with draws."
         )
     order = torch.where(factor == 0, 1, numbers / factor).round().long().flatten() - 1
-    scale = factor.flatten().to(dense.loc)
-    covariance = dense.covariance_matrix[order][:, order] * scale * scale.unsqueeze(-1)
-    return FullNormal(apply(dense.loc), stable_root(covariance), validate_args=False)
+    scale = factor.flatten().to(q.mean)
+    covariance = q.covariance_matrix[order][:, order] * scale * scale.unsqueeze(-1)
+    return FullNormal(apply(q.mean), stable_root(covariance), validate_args=False)
 
 
 def _is_identity(function: Callable[[Tensor], Tensor], like: Tensor) -> bool:
@@ -303,42 +318,6 @@ def _is_identity(function: Callable[[Tensor], Tensor], like: Tensor) -> bool:
     found = function(given)
     is_view = found.untyped_storage()._cdata == given.untyped_storage()._cdata
     return is_view and found.shape == given.shape and found.stride() == given.stride()
-
-
-def _arranged(weight: RandomWeight, application: Application, is_joint: bool) -> WeightDistribution:
-    q, arrangement = weight.distribution, application.arrangement
-    is_whole = weight.part == "whole" or is_joint
-    if arrangement is None:
-        return q if is_whole else _dense(weight)
-    found = q.rearranged(arrangement) if is_whole else None
-    if found is not None:
-        return found
-    dense = q if is_whole and isinstance(q, FullNormal) else _dense(weight)
-    if arrangement.stack:
-        raise NotImplementedError(
-            "A stack of weights that are correlated has no moments. Predict with draws."
-        )
-    order = arrangement(torch.arange(dense.event_shape.numel()).reshape(dense.event_shape))
-    covariance = dense.covariance_matrix[order.flatten()][:, order.flatten()]
-    return FullNormal(arrangement(dense.loc), stable_root(covariance), validate_args=False)
-
-
-def _dense(weight: RandomWeight) -> FullNormal:
-    """Return the distribution of a weight, without its joint bias, by its covariance."""
-    q = weight.distribution
-    if q.event_shape.numel() > LARGEST:
-        raise NotImplementedError(
-            f"A {type(q).__name__} of {q.event_shape.numel()} elements meets a call that takes its "
-            "dimensions in another order, without its bias, or after another function, for which it has "
-            "no moments. Use a structure with independent elements there, `join_bias=False`, or predict "
-            "with draws."
-        )
-    covariance = q.covariance_matrix
-    if weight.part == "weight":
-        out, size = q.event_shape
-        parts = covariance.reshape(out, size, out, size)[:, :-1, :, :-1]
-        covariance = parts.reshape(out * (size - 1), -1)
-    return FullNormal(weight.loc, stable_root(covariance), validate_args=False)
 
 
 def _with_column(

@@ -68,7 +68,7 @@ class RandomTensor(Tensor):
     of_elements: ElementFunction | None = None
     of_scores: Tensor | None = None
     map_of: Any = None
-    of_weight: "tuple[RandomTensor, Callable[[Tensor], Tensor]] | None" = None
+    of_weight: Any = None
     _source: "tuple[RandomTensor, int] | None" = None  # and how often it had been changed
     _changes: int = 0
     _has_changed_view: bool = False
