@@ -58,11 +58,11 @@ class AtNodes(NamedTuple):
 
     likelihood: Any
     scale: Any
+    y: Tensor
+    site: str
     weights: Tensor
     shared: int
     inner: int
-    y: Tensor
-    site: str
 
 
 def likelihood_at_nodes(
@@ -87,19 +87,19 @@ def likelihood_at_nodes(
     is_shared = any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values())
     shared = NODES.get(first + len(own), len(nodes)) if is_shared else 1
     inner = 1 if model.terms == "last dimension" else NODES.get(first + len(own), 1)
-    observation = _Observation(weights, shared, inner)
+    observation = _Observation()
     with site_values(model) as cache, observation:
         cache.update(values)
         model.observe(outputs, 1, y)
-    return observation.found
+    return AtNodes(*observation.found, weights, shared, inner)
 
 
 def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNodes:
     """Return a model's likelihood at a known output ``(batch, ...)``, as one node."""
-    observation = _Observation(output.new_ones(1), 1, 1)
+    observation = _Observation()
     with site_values(model), observation:
         model.observe(output, 0, y)
-    return observation.found
+    return AtNodes(*observation.found, output.new_ones(1), 1, 1)
 
 
 def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
@@ -140,31 +140,17 @@ def _at(q: Any, nodes: Tensor, name: str) -> Tensor:
 
 
 class _Observation(Messenger):
-    """Record the distribution of the observations without a draw."""
+    """Record distribution, scale, value and name of the observations without a draw."""
 
-    found: AtNodes
-
-    def __init__(self, weights: Tensor, shared: int, inner: int) -> None:
-        super().__init__()
-        self.weights, self.shared, self.inner = weights, shared, inner
+    found: tuple[Any, Any, Tensor, str]
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["infer"].get("is_observation"):
             if msg["value"] is None:
                 shape = msg["fn"].batch_shape + msg["fn"].event_shape
                 msg["value"] = torch.full((), torch.nan).expand(shape)
-            own = self.weights, self.shared, self.inner
-            self.found = AtNodes(msg["fn"], msg["scale"], *own, msg["value"], msg["name"])
+            self.found = msg["fn"], msg["scale"], msg["value"], msg["name"]
             msg["is_observed"], msg["done"], msg["stop"] = True, True, True
-
-
-class ClassExpectations(NamedTuple):
-    """Expectations of a softmax over its logits, per example; the entropy of classes is in nats."""
-
-    probabilities: Tensor
-    variance: Tensor
-    entropy: Tensor
-    log_density: Tensor | None
 
 
 def is_softmax(model: Likelihood) -> bool:
@@ -172,25 +158,30 @@ def is_softmax(model: Likelihood) -> bool:
     return type(model).observe is Classifier.observe
 
 
-def class_expectations(output: RandomTensor, y: Tensor | None) -> ClassExpectations:
-    """Return expectations over random logits ``(batch, classes)``, with observed classes or None."""
-    parts: list[tuple[Tensor, ...]] = []
+def class_expectations(output: RandomTensor, y: Tensor | None) -> dict[str, Tensor]:
+    """Return the moments of classes over random logits ``(batch, classes)``, by example.
+
+    They are the fields of a prediction, with the entropy given the logits.
+    """
+    parts: list[dict[str, Tensor]] = []
     for rows, logits, weights in _blocks(output):
         logits.sub_(logits.detach().amax(1, keepdim=True))  # a shift that changes nothing below
         exponentials = logits.exp()
         total = exponentials.sum(1, keepdim=True)
         at_nodes = exponentials / total
         mean = at_nodes @ weights
-        variance = (at_nodes - mean.unsqueeze(-1)).square() @ weights
         log_total = total.log().squeeze(1)
-        entropy = (log_total - (at_nodes * logits).sum(1)) @ weights
-        found = [mean, variance, entropy]
+        found = {
+            "mean": mean,
+            "variance": mean * (1 - mean),
+            "function_variance": (at_nodes - mean.unsqueeze(-1)).square() @ weights,
+            "entropy": (log_total - (at_nodes * logits).sum(1)) @ weights,
+        }
         if y is not None:
             chosen = logits.gather(1, y[rows, None, None].expand(-1, 1, len(weights))).squeeze(1)
-            found.append((chosen - log_total + weights.log()).logsumexp(-1))
-        parts.append((*found,))
-    mean, variance, entropy, *density = (torch.cat(part) for part in zip(*parts, strict=True))
-    return ClassExpectations(mean, variance, entropy, density[0] if density else None)
+            found["log_density"] = (chosen - log_total + weights.log()).logsumexp(-1)
+        parts.append(found)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def excess_of_log_total(output: RandomTensor) -> Tensor:

@@ -187,39 +187,38 @@ def _affine(x: RandomTensor, weight: Any, bias: Any, ones: Sequence[int] = ()) -
 
 
 def _standardized(
-    x: RandomTensor, dims: list[int], eps: float, center: bool = True
+    x: RandomTensor, start: int, num_groups: int, eps: float, center: bool = True
 ) -> RandomTensor:
-    """Center and scale by the statistics of many elements, whose own variance is left out.
+    """Center and scale groups of the elements from a dimension on by their own statistics.
 
-    The expected square about the mean is exact; its root replaces the standard deviation, which is
-    accurate for many elements.
+    The variance of the statistics is left out. The expected square about the mean is exact; its root
+    replaces the standard deviation, which is accurate for many elements.
     """
-    if x.covariance is not None and len(dims) == 1:
-        return _standardized_units(x, 1, eps, center)
-    loc, variance = x.loc, x.variance
-    if center:
-        count = math.prod(x.shape[dim] for dim in dims)
-        loc = loc - loc.mean(dims, keepdim=True)
-        variance = (1 - 2 / count) * variance + variance.mean(dims, keepdim=True) / count
-    square = (loc.square() + variance).mean(dims, keepdim=True) + eps
-    return RandomTensor(loc * square.rsqrt(), variance / square, x.settings)
+    start = start if x.covariance is None else -1
 
-
-def _standardized_units(
-    x: RandomTensor, num_groups: int, eps: float, center: bool = True
-) -> RandomTensor:
-    """Center and scale units ``(batch, units)`` with a covariance, in groups of successive units."""
+    def grouped(values: Tensor) -> Tensor:
+        groups: Tensor = values.flatten(start).unflatten(-1, (num_groups, -1))
+        return groups
 
     def centered(values: Tensor) -> Tensor:
-        groups = values.unflatten(-1, (num_groups, -1))
-        return (groups - groups.mean(-1, keepdim=True)).flatten(-2) if center else values
+        groups = grouped(values)
+        return groups - groups.mean(-1, keepdim=True) if center else groups
 
-    loc, covariance = centered(x.loc), centered(centered(covariance_of(x)).mT)
-    squares = (loc.square() + covariance.diagonal(dim1=-2, dim2=-1)).unflatten(-1, (num_groups, -1))
-    root = (squares.mean(-1, keepdim=True) + eps).rsqrt().expand_as(squares).flatten(-2)
-    covariance = covariance * root.unsqueeze(-1) * root.unsqueeze(-2)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return RandomTensor(loc * root, variance, x.settings, covariance)
+    loc, covariance = centered(x.loc), None
+    if x.covariance is not None:
+        covariance = centered(centered(x.covariance).flatten(-2).mT).flatten(-2)
+        variance = grouped(covariance.diagonal(dim1=-2, dim2=-1))
+    else:
+        variance, count = grouped(x.variance), loc.shape[-1]
+        if center:
+            variance = (1 - 2 / count) * variance + variance.mean(-1, keepdim=True) / count
+    square = (loc.square() + variance).mean(-1, keepdim=True) + eps
+    root = square.rsqrt()
+    if covariance is not None:
+        scale = root.expand_as(loc).flatten(-2)
+        covariance = covariance * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    loc, variance = ((loc * root).reshape(x.shape), (variance / square).reshape(x.shape))
+    return RandomTensor(loc, variance, x.settings, covariance)
 
 
 def _layer_norm(
@@ -229,7 +228,7 @@ def _layer_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> RandomTensor:
-    found = _standardized(input, [*range(-len(normalized_shape), 0)], eps)
+    found = _standardized(input, -len(normalized_shape), 1, eps)
     return _affine(found, weight, bias)
 
 
@@ -240,17 +239,14 @@ def _rms_norm(
     eps: float | None = None,
 ) -> RandomTensor:
     least = torch.finfo(input.dtype).eps if eps is None else eps
-    found = _standardized(input, [*range(-len(normalized_shape), 0)], least, center=False)
+    found = _standardized(input, -len(normalized_shape), 1, least, center=False)
     return _affine(found, weight, None)
 
 
 def _group_norm(
     input: RandomTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> RandomTensor:
-    if input.covariance is not None:
-        return _affine(_standardized_units(input, num_groups, eps), weight, bias)
-    groups: Any = input.reshape(len(input), num_groups, -1)
-    found: Any = _standardized(groups, [-1], eps).reshape(input.shape)
+    found = _standardized(input, 1, num_groups, eps)
     return _affine(found, weight, bias, [1 for _ in range(input.dim() - 2)])
 
 

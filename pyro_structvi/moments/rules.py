@@ -1,9 +1,9 @@
 """The table from a function of torch to its moments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from pyro_structvi.maps.calls import (
     parse_application,
     rewritten,
 )
-from pyro_structvi.moments.elements import keep_elements, moments_of_same_elements, with_positions
 from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import (
     distribution_of,
@@ -26,7 +25,12 @@ from pyro_structvi.moments.linear import (
     origin_of,
 )
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
-from pyro_structvi.moments.random_tensor import RandomTensor, moments, random_among
+from pyro_structvi.moments.random_tensor import (
+    ElementFunction,
+    RandomTensor,
+    moments,
+    random_among,
+)
 
 # ---- functions that move elements: means and variances move alike ---------------------------------
 
@@ -188,10 +192,8 @@ def _interpolate(
 ) -> RandomTensor:
     if mode not in ("nearest", "nearest-exact"):
         raise NotImplementedError(f"`interpolate` with `mode='{mode}'` has no moments")
-    loc, variance = (
-        F.interpolate(part, size, scale_factor, mode, **kwargs) for part in (x.loc, x.variance)
-    )
-    return RandomTensor(loc, variance, x.settings)
+    found: RandomTensor = _move(F.interpolate, x, size, scale_factor, mode, **kwargs)
+    return found
 
 
 _KEEP_ORDER = {"reshape", "flatten", "view_as", "reshape_as", "squeeze", "expand", "expand_as"}
@@ -244,13 +246,6 @@ REARRANGING_RULES: dict[str, Callable[..., Any]] = {
 RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES}
 
 
-# Functions that are linear in one random tensor if the other arguments are known.
-_LINEAR = {
-    *(*_VIEWS, *_COPIES, *_CONVERSIONS, "T", "mT", "view", "getitem"),
-    *("mul", "rmul", "multiply", "div", "truediv", "divide", "neg", "negative"),
-}
-
-
 def moments_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -271,7 +266,7 @@ def moments_of_call(
     if isinstance(reading, FactorApplication):
         return reading.function(reading.x, reading.weight)
     name = name_of(function)
-    found = _apply(name.removesuffix("_"), function, args, kwargs)
+    found = _apply(name.removesuffix("_"), Call(function, args, kwargs))
     if not name.endswith("_") and not kwargs.get("inplace", False):
         return found
     if not isinstance(args[0], RandomTensor):
@@ -297,69 +292,64 @@ def name_of(function: Callable[..., Any]) -> str:
     return name.strip("_") if name.startswith("__") else name
 
 
-def _apply(
-    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    call = with_positions((name, function, args, kwargs))
-    joint = moments_of_same_elements(call)
-    if joint is not None:
-        return joint
+class Call(NamedTuple):
+    """A call of a function of torch."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def replayed(self, inner: Mapping[int, Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Any]:
+        """Return the call as a function of a source, given those of its arguments by identity."""
+        leaves, structure = take_apart((self.args, self.kwargs))
+
+        def apply(values: Tensor) -> Any:
+            parts = [inner[id(leaf)](values) if id(leaf) in inner else leaf for leaf in leaves]
+            args, kwargs = put_together(parts, structure)
+            return self.function(*args, **kwargs)
+
+        return apply
+
+
+def _apply(name: str, call: Call) -> Any:
+    function, args, kwargs = call
+    if name in _OF_TWO:  # both arguments by position
+        named = [key for key in ("input", "other") if key in kwargs]
+        args = (*args, *(kwargs[key] for key in named))
+        kwargs = {key: kwargs[key] for key in kwargs if key not in named}
+        call = Call(function, args, kwargs)
+        joint = _of_same_elements(call)
+        if joint is not None:
+            return joint
+    x = args[0] if args else None
     if name in RULES:
         found = RULES[name](*args, **kwargs)
         if name in _LINEAR:
-            _keep_weight(function, args, kwargs, found)
-        if isinstance(found, RandomTensor):
-            keep_elements(call, found)
-        return found
-    x = args[0] if args else None
-    if name in NONLINEARITIES and isinstance(x, RandomTensor):
+            _keep_weight(call, found)
+    elif name in NONLINEARITIES and isinstance(x, RandomTensor):
         read = NONLINEARITIES[name]
         closed = None if read is None else read(*args[1:], **kwargs)
         found = propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
-        keep_elements(call, found)
-        return found
-    if next(random_among((args, kwargs))).settings.linearize:
-        return linearized(function, args, kwargs)
-    raise NotImplementedError(
-        f"The function `{name}` has no rule for the moments of a random input"
-    )
-
-
-def _keep_weight(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
-) -> None:
-    """Tell the results of a linear function of a correlated weight where they come from."""
-    leaves, structure = take_apart((args, kwargs))
-    sources = [leaf for leaf in leaves if isinstance(leaf, RandomTensor)]
-    own = origin_of(sources[0]) if len(sources) == 1 else None
-    if own is None:
-        return
-    weight, former = own
-    in_place = name_of(function).endswith("_")
-
-    def apply(number: int, value: Tensor) -> Tensor:
-        value = former(value).clone() if in_place else former(value)
-        new_args, new_kwargs = put_together(
-            [value if leaf is sources[0] else leaf for leaf in leaves], structure
+    elif next(random_among(call)).settings.linearize:
+        return linearized(call)
+    else:
+        raise NotImplementedError(
+            f"The function `{name}` has no rule for the moments of a random input"
         )
-        result: Tensor = take_apart(function(*new_args, **new_kwargs))[0][number]
-        return result
-
-    for number, each in enumerate(take_apart(found)[0]):
-        if isinstance(each, RandomTensor) and each is not sources[0]:
-            each.of_weight = weight, partial(apply, number)
+    if name in _OF_ONE and isinstance(found, RandomTensor):
+        _keep_elements(call, found)
+    return found
 
 
-def linearized(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> RandomTensor:
+def linearized(call: Call) -> RandomTensor:
     """Return the moments of a function's tangent at the mean, ``J S J'`` with its Jacobian J.
 
     The first argument must be the only random one, with independent examples first. The cost is one
     backward pass for each element of an example's result.
     """
+    function, args, kwargs = call
     x = args[0] if args else None
-    if not isinstance(x, RandomTensor) or len([*random_among((args, kwargs))]) != 1:
+    if not isinstance(x, RandomTensor) or len([*random_among(call)]) != 1:
         raise NotImplementedError(
             f"`linearize` takes functions of one random tensor, their first argument, but "
             f"`{name_of(function)}` has others"
@@ -382,6 +372,89 @@ def linearized(
         return RandomTensor(loc, variance, x.settings, covariance)
     variance = torch.einsum("ibk,bk->bi", rows.square(), x.variance.flatten(1))
     return RandomTensor(loc, variance.reshape(loc.shape), x.settings)
+
+
+# ---- results as functions of another tensor --------------------------------------------------------
+
+LONGEST = 64  # functions in a chain, which are all evaluated again in each product
+
+# Functions that are linear in one random tensor if the other arguments are known.
+_LINEAR = {
+    *(*_VIEWS, *_COPIES, *_CONVERSIONS, "T", "mT", "view", "getitem"),
+    *("mul", "rmul", "multiply", "div", "truediv", "divide", "neg", "negative"),
+}
+# Functions of single elements, of two tensors or of one.
+_OF_TWO = {"add", "radd", "sub", "subtract", "rsub", "mul", "rmul", "multiply"}
+_OF_ONE = {
+    *(*_OF_TWO, *NONLINEARITIES, "div", "truediv", "divide", "neg", "negative"),
+    *("clone", "contiguous", "detach", "to", "float", "double"),
+}
+
+
+def _keep_weight(call: Call, found: Any) -> None:
+    """Tell the results of a linear function of a correlated weight where they come from."""
+    sources = [*random_among(call)]
+    own = origin_of(sources[0]) if len(sources) == 1 else None
+    if own is None:
+        return
+    weight, former = own
+    in_place = name_of(call.function).endswith("_")
+    inner = (lambda values: former(values).clone()) if in_place else former
+    apply = call.replayed({id(sources[0]): inner})
+
+    def part(number: int, values: Tensor) -> Tensor:
+        own: Tensor = take_apart(apply(values))[0][number]
+        return own
+
+    for number, each in enumerate(take_apart(found)[0]):
+        if isinstance(each, RandomTensor) and each is not sources[0]:
+            each.of_weight = weight, partial(part, number)
+
+
+def _of_same_elements(call: Call) -> RandomTensor | None:
+    """Return the moments of a sum or product of two functions of the same elements, by quadrature.
+
+    As in ``x * x.sigmoid()``. None for a call of one random tensor, or for functions of different
+    elements.
+    """
+    x, other = call.args[:2]
+    both = isinstance(x, RandomTensor) and isinstance(other, RandomTensor) and x is not other
+    if not both or _as_function(x).source is not _as_function(other).source:
+        return None
+    composed = _composed(call)
+    found = propagate(composed.function, None, RandomTensor(*composed.source))
+    found.of_elements = composed
+    return found
+
+
+def _keep_elements(call: Call, found: RandomTensor) -> None:
+    """Record the function of single elements that a call computes, and its source, in its result."""
+    random = [each for each in call.args if isinstance(each, RandomTensor)]
+    loc = found.loc  # whose shape takes less time than that of a subclass
+    if any(isinstance(each, RandomTensor) for each in call.kwargs.values()) or any(
+        each.loc.shape != loc.shape or each.loc.dtype != loc.dtype for each in random
+    ):
+        return
+    if len({id(_as_function(each).source) for each in random}) == 1:
+        composed = _composed(call)
+        found.of_elements = composed if composed.length <= LONGEST else None
+
+
+def _as_function(x: RandomTensor) -> ElementFunction:
+    """Return a tensor as a function of the elements of its source, which may be itself."""
+    loc = x.loc  # raises where its memory has changed
+    if x.of_elements is None:
+        source = loc, x.variance, x.settings, x.covariance
+        x.of_elements = ElementFunction(source, Tensor.clone, 0)  # a copy, for operations in place
+    return x.of_elements
+
+
+def _composed(call: Call) -> ElementFunction:
+    """Return the result of a call as a function of the elements of its arguments' source."""
+    inner = {id(each): _as_function(each) for each in call.args if isinstance(each, RandomTensor)}
+    apply = call.replayed({key: each.function for key, each in inner.items()})
+    first, *_ = inner.values()
+    return ElementFunction(first.source, apply, 1 + max(each.length for each in inner.values()))
 
 
 RandomTensor.moments_of_call = staticmethod(moments_of_call)

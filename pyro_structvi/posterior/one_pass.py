@@ -134,8 +134,11 @@ def _predict(
     for (x, *_), y in batches:
         output = output_moments(model, values, x, settings)
         if is_softmax(model):
-            likelihood, found = _read_classes(model, output, y)
-            parts.append(found)
+            likelihood = observation_at(model, output.loc, None).likelihood
+            if y is not None:
+                checked_observations(y, likelihood, likelihood.batch_shape)
+                likelihood.log_prob(y)  # raises the usual error for invalid classes
+            parts.append(class_expectations(output, y))
             continue
         size = max(1, LARGEST // max(1, output.shape[1:].numel()))
         for start in range(0, len(output), size):
@@ -157,18 +160,6 @@ def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
     form = output.form_covariance
     part.form_covariance = None if form is None else lambda: form()[cut]
     return part
-
-
-def _read_classes(model: Likelihood, output: RandomTensor, y: Tensor | None) -> tuple[Any, Values]:
-    """Return the likelihood at the mean of the logits, and the moments of the classes."""
-    likelihood = observation_at(model, output.loc, None).likelihood
-    if y is not None:
-        checked_observations(y, likelihood, likelihood.batch_shape)
-        likelihood.log_prob(y)  # raises the usual error for invalid classes
-    mean, own, entropy, density = class_expectations(output, y)
-    found = {"mean": mean, "variance": mean * (1 - mean), "function_variance": own}
-    found |= {"entropy": entropy} | ({} if density is None else {"log_density": density})
-    return likelihood, found
 
 
 def _read(likelihood: Any, at: AtNodes) -> Values:

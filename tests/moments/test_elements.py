@@ -9,7 +9,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.moments import RandomTensor, Settings
-from pyro_structvi.moments.elements import LONGEST
+from pyro_structvi.moments.rules import LONGEST
 
 
 def random_input(*shape, covariance=False, **options):
