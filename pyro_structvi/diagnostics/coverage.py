@@ -3,14 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 from torch import Tensor
 
-from pyro_structvi._checks import Rule, check_finite, check_real, check_shape, checked
-from pyro_structvi.posterior.prediction import Prediction
-
-Level = Annotated[float, Rule("a number above 0 and below 1", lambda value: 0 < value < 1)]
+from pyro_structvi._checks import check_finite, check_real, check_shape, checked
+from pyro_structvi.posterior.prediction import Level, Prediction
 
 
 @dataclass(frozen=True)

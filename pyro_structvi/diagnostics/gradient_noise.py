@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Count, Program, checked
+from pyro_structvi._checks import Program, Rule, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.sites.finding import buffers_kept, separate_randomness
+
+NumSamples = Annotated[
+    int, Rule("a whole number of at least 2, for a variance", lambda value: value >= 2)
+]
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def gradient_snr(
     model: Program,
     guide: nn.Module,
     *args: Any,
-    num_samples: Count = 100,
+    num_samples: NumSamples = 100,
     objective: StructuredELBO | None = None,
     **kwargs: Any,
 ) -> dict[str, GradientNoise]:
@@ -77,10 +81,6 @@ def gradient_snr(
     References:
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.2 and Figure 4.
     """
-    if num_samples < 2:
-        raise ValueError(
-            f"`num_samples` must be at least 2, for a variance, but got {num_samples}."
-        )
     objective = StructuredELBO() if objective is None else objective
     trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
 

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Count, Program, check_no_nan, checked
+from pyro_structvi._checks import Program, Rule, check_no_nan, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.posterior.inference_data import pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
@@ -24,7 +24,10 @@ from pyro_structvi.structures.mean_field import PrunedNormal
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteRole
 
-MIN_SAMPLES = 100  # a fifth is the tail that a Pareto distribution is fitted to
+# A fifth of the weights is the tail that a Pareto distribution is fitted to.
+NumSamples = Annotated[
+    int, Rule("a whole number of at least 100, for a tail of weights", lambda value: value >= 100)
+]
 MAX_BYTES = 2**25  # of weights and layers' outputs in one pass, as by default in `predict`
 ROUNDING = 1e-8  # relative differences of log weights that count as zero
 
@@ -51,7 +54,11 @@ class ImportanceDiagnosis:
 
 @checked
 def pareto_k(
-    model: Program, guide: StructuredGuide, *args: Any, num_samples: Count = 1000, **kwargs: Any
+    model: Program,
+    guide: StructuredGuide,
+    *args: Any,
+    num_samples: NumSamples = 1000,
+    **kwargs: Any,
 ) -> ImportanceDiagnosis:
     r"""Compare a guide with the posterior of all weights jointly.
 
@@ -97,11 +104,6 @@ def pareto_k(
         inference", section 2; Burda, Grosse and Salakhutdinov (2016), "Importance weighted
         autoencoders", Theorem 1.
     """
-    if num_samples < MIN_SAMPLES:
-        raise ValueError(
-            f"`num_samples` must be at least {MIN_SAMPLES}, for a tail of weights, but got "
-            f"{num_samples}."
-        )
     with ONE_THREAD, evaluation_mode(model):
         joint = guide.begin_pass(*args, **kwargs)
         _check_density(guide)

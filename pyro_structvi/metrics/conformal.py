@@ -5,14 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import Share, check_finite, check_same_kind, check_shape, checked
+from pyro_structvi._checks import check_finite, check_same_kind, check_shape, checked
 from pyro_structvi.metrics.inputs import check_not_empty, checked_classes, checked_probabilities
-from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.posterior.prediction import Level, Prediction
 
 
 @checked
 def conformal_interval(
-    prediction: Prediction, calibration: Prediction, y: Tensor, level: Share = 0.9
+    prediction: Prediction, calibration: Prediction, y: Tensor, level: Level = 0.9
 ) -> tuple[Tensor, Tensor]:
     r"""Return intervals that contain new targets with a probability, whatever the model.
 
@@ -67,7 +67,7 @@ def conformal_interval(
 
 @checked
 def conformal_sets(
-    probabilities: Tensor, calibration: Tensor, y: Tensor, level: Share = 0.9
+    probabilities: Tensor, calibration: Tensor, y: Tensor, level: Level = 0.9
 ) -> Tensor:
     r"""Return sets of classes that contain new classes with a probability, whatever the model.
 
@@ -107,8 +107,6 @@ def conformal_sets(
 
 def _quantile(scores: Tensor, level: float) -> Tensor:
     """Return the k-th smallest of n scores ``(n, *event)``, infinity for k > n."""
-    if not 0 < level < 1:
-        raise ValueError(f"`level` must be strictly between 0 and 1, but got {level}.")
     # Rounding to 12 digits keeps 0.8 * 10 from becoming 8.000000000000002.
     rank = math.ceil(round((len(scores) + 1) * level, 12))
     if rank > len(scores):

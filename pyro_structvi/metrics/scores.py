@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss, one_hot
 
-from pyro_structvi._checks import Count, Share, checked
+from pyro_structvi._checks import Count, checked
 from pyro_structvi.metrics.inputs import (
     check_numbers,
     check_vector,
@@ -16,7 +16,7 @@ from pyro_structvi.metrics.inputs import (
     checked_probabilities,
     same_shape_doubles,
 )
-from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.posterior.prediction import Level, Prediction
 
 OBSERVATIONS = 100  # for the CRPS, at least, and two of each draw
 
@@ -41,7 +41,7 @@ class RegressionScores:
 
 
 @checked
-def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) -> RegressionScores:
+def regression_scores(prediction: Prediction, y: Tensor, level: Level = 0.95) -> RegressionScores:
     """Score a prediction of numbers.
 
     The continuous ranked probability score is an unbiased estimate of the mixture's, from two random

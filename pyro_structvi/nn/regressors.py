@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pyro.distributions as dist
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import (
     Count,
+    Rule,
     check_broadcastable,
     check_positive,
     check_same_kind,
@@ -24,6 +25,13 @@ from pyro_structvi.nn.likelihood import Likelihood, Output, Terms
 from pyro_structvi.nn.priors import check_constant, resolve_prior, sample_from
 
 NoiseScale = float | Tensor | torch.distributions.Distribution
+DegreesOfFreedom = Annotated[
+    float,
+    Rule(
+        "above 1, so that the noise has a mean, and finite, or None for normal noise",
+        lambda value: 1 < value < math.inf,
+    ),
+]
 
 SMALLEST_SCALE = 1e-6  # of heteroscedastic noise, which must not round to zero
 
@@ -83,7 +91,7 @@ class Regressor(Likelihood):
         output: Output | None = None,
         *,
         noise: NoiseScale | Literal["learned", "heteroscedastic"] | None = None,
-        df: float | None = None,
+        df: DegreesOfFreedom | None = None,
         standardize: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         x, y = (None, None) if standardize is None else standardize
@@ -101,11 +109,6 @@ class Regressor(Likelihood):
                 "`noise_scale` must be given, a positive number, a tensor, or a distribution over "
                 "positive numbers; or in its place `noise`, which takes these too, "
                 '"learned" for the prior HalfNormal(1), or "heteroscedastic" for a scale by the net.'
-            )
-        if df is not None and not 1 < df < math.inf:
-            raise ValueError(
-                f"`df` must be above 1, so that the noise has a mean, and finite, but got {df}. "
-                "Leave it out for normal noise."
             )
         self.df = df
         self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"

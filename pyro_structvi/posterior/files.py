@@ -34,6 +34,8 @@ MOST_NAMED = 5
 OPTIONS = "._extra_state"  # of families; of any shape
 MASK = "_factor_mask"  # of pruned inducing weights
 
+Parts = Mapping[str, Mapping[str, Any]]  # properties of parts, by their paths
+
 
 @checked
 def save(
@@ -147,8 +149,13 @@ def load(
         )
     tensors |= {key: frozen[key] for key in digests}
     for name, own in states.items():
-        _check_state(name, own, tensors)
-    _refuse("model", _differences(header["model"], _parts_of(model)))
+        found = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
+        _compare(name, "shape", _shapes_of(found), _shapes_of(own))
+    saved, own = (
+        {f"model.{path}".removesuffix("."): part for path, part in each.items()}
+        for each in (header["model"], _parts_of(model))
+    )
+    _compare("model", "class", saved, own)
     for name, own in states.items():
         if own:
             loaded = {key.removeprefix(f"{name}."): tensors[key] for key in own}
@@ -185,32 +192,36 @@ def _digest(value: Tensor) -> str:
     return hashlib.sha256(content.numpy().data).hexdigest()
 
 
-def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless a file has the tensors of a module."""
+def _shapes_of(state: Mapping[str, Tensor]) -> Parts:
+    return {
+        key: {"shape": "any" if key.endswith(OPTIONS) else f"{shape_text(own.shape)} {own.dtype}"}
+        for key, own in state.items()
+    }
+
+
+def _compare(name: str, required: str, saved: Parts, own: Parts) -> None:
+    """Raise unless a module has the parts of the file's, each with what both say of it.
+
+    A part with the property ``required`` must be in both.
+    """
     wrong = []
-    for key in dict.fromkeys([*own, *(key for key in tensors if key.startswith(f"{name}."))]):
-        if key not in tensors:
-            wrong.append(f"the file has no '{key}'")
-        elif key not in own:
-            wrong.append(f"only the file has '{key}'")
-        elif not key.endswith(OPTIONS) and _kind_of(tensors[key]) != _kind_of(own[key]):
-            kinds = f"{_kind_of(tensors[key])} in the file and {_kind_of(own[key])} here"
-            wrong.append(f"'{key}' is {kinds}")
-    _refuse(name, wrong)
-
-
-def _refuse(name: str, wrong: list[str]) -> None:
-    """Raise a ``ValueError`` if there are differences between a file and a module."""
+    for path in dict.fromkeys([*saved, *own]):
+        theirs, ours = saved.get(path, {}), own.get(path, {})
+        if required in (theirs.keys() ^ ours.keys()):
+            where = "only the file has" if theirs else "the file has no"
+            wrong.append(f"{where} '{path}', of {required} {(theirs or ours)[required]}")
+            continue
+        wrong += [
+            f"'{path}' has {key} {theirs[key]} in the file and {ours[key]} here"
+            for key in theirs
+            if key in ours and theirs[key] != ours[key]
+        ]
     if wrong:
         more = f", and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise ValueError(
             f"`{name}` must be made like that of the file, but {'; '.join(wrong[:MOST_NAMED])}{more}. "
             "Make the same net in the same dtype, with the same guide. Nothing was loaded."
         )
-
-
-def _kind_of(value: Tensor) -> str:
-    return f"{shape_text(value.shape)} {value.dtype}"
 
 
 def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -242,7 +253,6 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
 
 # ---- parts of models -----------------------------------------------------------------------------
 
-Parts = Mapping[str, Mapping[str, Any]]
 OF_TRAINING = ("dropout", "inplace", "momentum", "sparse")  # among the constants of torch's modules
 EMPTY = ("Identity", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "Sequential")
 
@@ -283,24 +293,6 @@ def _kind_of_prior(prior: Any) -> str:
     base = base_of(prior)  # whose tensors are in no state dict
     ranges = (f"{float(each.min()):.6g} to {float(each.max()):.6g}" for each in tensors_of(base))
     return f"{type(base).__name__} of {', '.join(ranges)}"
-
-
-def _differences(saved: Parts, own: Parts) -> list[str]:
-    """Return the differences between the parts of two models in words."""
-    wrong = []
-    for path in dict.fromkeys([*saved, *own]):
-        name = f"model.{path}".removesuffix(".")
-        theirs, ours = saved.get(path, {}), own.get(path, {})
-        if "class" in (theirs.keys() ^ ours.keys()):
-            where = "only the file has" if theirs else "the file has no"
-            wrong.append(f"{where} '{name}', of class {(theirs or ours)['class']}")
-            continue
-        wrong += [
-            f"'{name}' has {key} {theirs[key]} in the file and {ours[key]} here"
-            for key in theirs
-            if key in ours and theirs[key] != ours[key]
-        ]
-    return wrong
 
 
 # ---- guides --------------------------------------------------------------------------------------

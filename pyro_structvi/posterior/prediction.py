@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import getattr_static
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, OneHotCate
 from torch.distributions.utils import lazy_property
 from tqdm.auto import tqdm
 
-from pyro_structvi._checks import Count, Positive, Program, brief, checked, shape_text
+from pyro_structvi._checks import Count, Positive, Program, Rule, brief, checked, shape_text
 from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
@@ -34,6 +34,8 @@ from pyro_structvi.weights.torch_distributions import (
     moments_of,
     tensors_of,
 )
+
+Level = Annotated[float, Rule("strictly between 0 and 1", lambda value: 0 < value < 1)]
 
 MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly modulo 1
@@ -128,7 +130,7 @@ class Prediction:
         return found if levels.dim() else found.squeeze(0)
 
     @checked
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+    def interval(self, level: Level = 0.95) -> tuple[Tensor, Tensor]:
         """Return the central interval that contains an observation with probability ``level``.
 
         Its ends, each ``(N, *event)``, are the quantiles at ``(1 - level) / 2`` and ``(1 + level) / 2``.
@@ -136,8 +138,6 @@ class Prediction:
         Raises:
             ValueError: As :meth:`quantile`.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"`level` must be strictly between 0 and 1, but got {level}.")
         lower, upper = self.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]))
         return lower, upper
 

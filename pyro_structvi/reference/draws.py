@@ -2,11 +2,19 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
+
+from pyro_structvi._checks import Rule
+
+NumDraws = Annotated[
+    int,
+    Rule("a whole number of at least 4, so that R-hat can be computed", lambda value: value >= 4),
+]
 
 
 class ChainDraws(dict[str, Tensor]):
@@ -62,18 +70,6 @@ class ChainDraws(dict[str, Tensor]):
         }
 
 
-def split_r_hat(values: Tensor) -> Tensor:
-    r"""Return split R-hat of values ``(chain, draw, *shape)``, ``(*shape)``; NaN for constants.
-
-    It is :math:`\sqrt{(\frac{n-1}{n} V + B) / V}` with the mean variance V within half chains of n draws
-    and the variance B of their means (Gelman et al., Bayesian Data Analysis, 3rd edition, section 11.4).
-    """
-    halves = _half_chains(values)
-    within, between, size = halves.var(1).mean(0), halves.mean(1).var(0), halves.shape[1]
-    r_hat: Tensor = (((size - 1) / size * within + between) / within).sqrt()
-    return r_hat
-
-
 def bulk_ess(values: Tensor) -> Tensor:
     r"""Return the bulk effective sample size of values ``(chain, draw, *shape)``, ``(*shape)``.
 
@@ -84,7 +80,8 @@ def bulk_ess(values: Tensor) -> Tensor:
         Vehtari, Gelman, Simpson, Carpenter and Buerkner (2021), "Rank-normalization, folding, and
         localization: an improved R-hat", sections 3.2 and 4.
     """
-    halves = _half_chains(values.double())
+    half = values.shape[1] // 2
+    halves = torch.cat([values[:, :half], values[:, -half:]]).double()
     number, count, *shape = halves.shape
     total = number * count
     columns = halves.reshape(total, -1).mT.contiguous()
@@ -112,11 +109,6 @@ def bulk_ess(values: Tensor) -> Tensor:
     return torch.where(is_constant, math.nan, total / time).reshape(shape)
 
 
-def _half_chains(values: Tensor) -> Tensor:
-    half = values.shape[1] // 2
-    return torch.cat([values[:, :half], values[:, -half:]])
-
-
 def convergence_of(
     functions: Sequence[Tensor], weights: Iterable[Tensor], num_chains: int
 ) -> dict[str, Any]:
@@ -136,7 +128,7 @@ def convergence_of(
 
 
 def _largest_r_hat(values: Iterable[Tensor]) -> float:
-    return _largest(torch.cat([split_r_hat(each).flatten() for each in values]))
+    return _largest(torch.cat([split_gelman_rubin(each).flatten() for each in values]))
 
 
 def _largest(values: Tensor) -> float:

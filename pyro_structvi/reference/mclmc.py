@@ -15,7 +15,7 @@ from pyro_structvi.infer.batches import TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.chains import Chains, Compiled, gradients_of, without_python
-from pyro_structvi.reference.draws import ChainDraws, convergence_of
+from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of
 from pyro_structvi.reference.log_joint import LogJoint
 from pyro_structvi.sites.finding import modules_of, separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
@@ -36,7 +36,7 @@ def mclmc(
     data: Any,
     *,
     num_warmup: Count = 2000,
-    num_draws: Count = 500,
+    num_draws: NumDraws = 500,
     num_chains: Count = 8,
     thinning: Count | None = None,
     energy_variance: Positive = 5e-4,
@@ -121,10 +121,6 @@ def mclmc(
         Carlo"; Sommer, Robnik, Nozadze, Seljak and Ruegamer (2025), "Microcanonical Langevin ensembles:
         advancing the sampling of Bayesian neural networks".
     """
-    if num_draws < 4:
-        raise ValueError(
-            f"`num_draws` must be at least 4, so that R-hat can be computed, but got {num_draws}."
-        )
     batches = as_batches(data, None, next((p.device for p in guide.parameters()), None))
     if not isinstance(batches, TensorBatches):
         raise TypeError(

@@ -26,7 +26,8 @@ from pyro_structvi._checks import (
     checked,
     warn_user,
 )
-from pyro_structvi.reference.draws import ChainDraws, convergence_of
+from pyro_structvi.posterior.prediction import Level
+from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 from pyro_structvi.sites.finding import find_declared_sites, separate_randomness
@@ -66,9 +67,9 @@ def nuts(
     y: Tensor,
     *,
     num_warmup: Count = 500,
-    num_samples: Count = 500,
+    num_samples: NumDraws = 500,
     num_chains: Count = 4,
-    target_accept_prob: float = 0.8,
+    target_accept_prob: Level = 0.8,
     max_tree_depth: Count = 10,
     seed: int = 0,
     progress: bool = True,
@@ -118,14 +119,6 @@ def nuts(
         Hoffman and Gelman (2014), "The No-U-Turn Sampler", JMLR 15.
     """
     counts = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
-    if num_samples < 4:
-        raise ValueError(
-            f"`num_samples` must be at least 4, so that R-hat can be computed, but got {num_samples}."
-        )
-    if not 0 < target_accept_prob < 1:
-        raise ValueError(
-            f"`target_accept_prob` must lie between 0 and 1, but got {target_accept_prob!r}."
-        )
     start = time.perf_counter()
     translated = to_numpyro(model)
     _check_data(model, x, y)

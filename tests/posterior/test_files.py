@@ -315,7 +315,7 @@ def test_other_files_are_refused(tmp_path):
     [
         (
             lambda: make_model(size=6),
-            r"'model\.net\.1\.weight' is \(5,\) torch.float64 in the file and \(6,\)",
+            r"'model\.net\.1\.weight' has shape \(5,\) torch.float64 in the file and \(6,\)",
         ),
         (lambda: make_model().float(), "torch.float64 in the file and .* torch.float32 here"),
         (make_regressor, "the file has no 'model.noise_scale'"),

@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.ops.stats import split_gelman_rubin
 from scipy.integrate import solve_ivp
 from torch import nn
 from torch.distributions.transforms import ReshapeTransform
@@ -18,7 +19,7 @@ from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.infer.data_warnings import NumDataWarning
 from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.chains import Chains, _kick, gradients_of
-from pyro_structvi.reference.draws import bulk_ess, split_r_hat
+from pyro_structvi.reference.draws import bulk_ess
 from pyro_structvi.reference.log_joint import LogJoint
 from tests.conjugate import full_guide
 from tests.infer.compiled_steps import compiles
@@ -173,9 +174,9 @@ def test_convergence_is_that_of_function_values_at_the_data(monkeypatch):
     options = {"num_warmup": 20, "num_draws": 20, "num_chains": 3, "progress": False}
     draws = sample(model, guide, data, **options)
     functions = ps.predict(model, draws, data[0]).functions.reshape(3, 20, -1)
-    assert draws.r_hat == pytest.approx(split_r_hat(functions).max())
+    assert draws.r_hat == pytest.approx(split_gelman_rubin(functions).max())
     assert draws.ess == pytest.approx(bulk_ess(functions).min())
-    each = [split_r_hat(chain).max() for chain in functions.split(1)]
+    each = [split_gelman_rubin(chain).max() for chain in functions.split(1)]
     np.testing.assert_allclose(draws.chain_r_hat, each)
     assert draws.ess_per_second == draws.ess / draws.seconds > 0
     found = ps.to_inference_data(model, draws, *data)
@@ -339,7 +340,7 @@ def test_effective_sample_sizes_and_r_hats_are_those_of_arviz(count):
     assert bulk_ess(torch.ones(2, 8, 1)).isnan().all()
     if count % 2 == 0:
         expected = [az.rhat(values[..., i].numpy(), method="split") for i in range(5)]
-        np.testing.assert_allclose(split_r_hat(values), expected, rtol=1e-12)
+        np.testing.assert_allclose(split_gelman_rubin(values), expected, rtol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.reference.mclmc.NotMixedWarning")
