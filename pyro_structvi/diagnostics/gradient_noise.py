@@ -12,9 +12,7 @@ from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.sites.finding import buffers_kept, separate_randomness
 
-NumSamples = Annotated[
-    int, Rule("a whole number of at least 2, for a variance", lambda value: value >= 2)
-]
+NumSamples = Annotated[int, Rule("at least 2, for a variance", lambda value: value >= 2)]
 
 
 @dataclass(frozen=True)

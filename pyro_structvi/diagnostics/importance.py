@@ -25,9 +25,7 @@ from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteRole
 
 # A fifth of the weights is the tail that a Pareto distribution is fitted to.
-NumSamples = Annotated[
-    int, Rule("a whole number of at least 100, for a tail of weights", lambda value: value >= 100)
-]
+NumSamples = Annotated[int, Rule("at least 100, for a tail of weights", lambda value: value >= 100)]
 MAX_BYTES = 2**25  # of weights and layers' outputs in one pass, as by default in `predict`
 ROUNDING = 1e-8  # relative differences of log weights that count as zero
 

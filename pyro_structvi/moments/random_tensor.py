@@ -69,7 +69,7 @@ class RandomTensor(Tensor):
     of_scores: Tensor | None = None
     map_of: Any = None
     of_weight: Any = None
-    _source: "tuple[RandomTensor, int] | None" = None  # and how often it had been changed
+    _bases: "tuple[tuple[RandomTensor, int], ...]" = ()  # and how often each had been changed
     _changes: int = 0
     _has_changed_view: bool = False
     moments_of_call: ClassVar[Callable[..., Any]]  # set by the table of rules
@@ -94,18 +94,12 @@ class RandomTensor(Tensor):
 
     def make_view_of(self, base: "RandomTensor") -> Self:
         """Share memory with a tensor, which has no moments after this one is changed, nor vice versa."""
-        self._source = base, base._changes
+        self._bases = ((base, base._changes), *base._bases)
         return self
-
-    def _bases(self) -> "Iterator[tuple[RandomTensor, int]]":
-        own = self._source
-        while own is not None:
-            yield own
-            own = own[0]._source
 
     def _check_memory(self) -> None:
         """Raise a ``NotImplementedError`` if a tensor with the same memory was changed in place."""
-        is_old = any(base._changes != count for base, count in self._bases())
+        is_old = any(base._changes != count for base, count in self._bases)
         if self._has_changed_view or is_old:
             raise NotImplementedError(
                 "A tensor that is used after its view, or after the tensor that it is a view of, was "
@@ -116,12 +110,11 @@ class RandomTensor(Tensor):
     def become(self, other: "RandomTensor") -> Self:
         """Take another tensor's moments, as operations in place do."""
         self._changes += 1
-        for base, _ in self._bases():
+        for base, _ in self._bases:
             base._has_changed_view = True
-        self._loc, self._variance, self.covariance = other.loc, other.variance, other.covariance
-        self.form_covariance, self.of_weight = other.form_covariance, other.of_weight
-        self.of_elements = other.of_elements
-        self.of_scores, self.map_of = other.of_scores, other.map_of
+        self._loc, self._variance = other.loc, other.variance
+        for name in ("covariance", "form_covariance", *_ORIGINS):
+            setattr(self, name, getattr(other, name))
         return self
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
@@ -150,6 +143,9 @@ class RandomTensor(Tensor):
     ) -> Any:
         """Refuse calls inside torch's own kernels, without ``__torch_function__``."""
         raise NotImplementedError(f"`{func}` has no rule for the moments of a random input.")
+
+
+_ORIGINS = ("of_weight", "of_elements", "of_scores", "map_of")
 
 
 def random_among(values: Any) -> Iterator[RandomTensor]:

@@ -205,7 +205,7 @@ def _compare(name: str, required: str, saved: Parts, own: Parts) -> None:
     A part with the property ``required`` must be in both.
     """
     wrong = []
-    for path in dict.fromkeys([*saved, *own]):
+    for path in dict.fromkeys([*own, *saved]):
         theirs, ours = saved.get(path, {}), own.get(path, {})
         if required in (theirs.keys() ^ ours.keys()):
             where = "only the file has" if theirs else "the file has no"

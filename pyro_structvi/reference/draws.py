@@ -12,8 +12,7 @@ from torch import Tensor
 from pyro_structvi._checks import Rule
 
 NumDraws = Annotated[
-    int,
-    Rule("a whole number of at least 4, so that R-hat can be computed", lambda value: value >= 4),
+    int, Rule("at least 4, so that R-hat can be computed", lambda value: value >= 4)
 ]
 
 
