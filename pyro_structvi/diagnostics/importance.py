@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, Rule, check_no_nan, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.posterior.inference_data import pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
-from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.posterior.runs import evaluation_mode, sample_nodes
 from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.site_posterior import in_one_pass
 from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
@@ -141,7 +140,7 @@ def _check_density(guide: StructuredGuide) -> None:
 def _check_sites(of_model: Any, of_guide: Any) -> None:
     """Raise a ``ValueError`` unless model and guide have the same latent sites."""
     model, guide = (
-        {name: node for name, node in trace.iter_stochastic_nodes() if not site_is_subsample(node)}
+        {name: node for name, node in sample_nodes(trace).items() if not node["is_observed"]}
         for trace in (of_model, of_guide)
     )
     missing = [name for name in model if name not in guide]

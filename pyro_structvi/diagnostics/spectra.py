@@ -60,22 +60,18 @@ def spectra(guide: StructuredGuide) -> dict[str, Spectrum]:
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 2.3 and appendix C.
     """
     means, variances = guide.median(), marginal_variances(guide)
-    found = {
-        name: _spectrum(means[name], variance.sqrt())
-        for name, variance in variances.items()
-        if variance.dim() >= 2
-    }
+    found = {}
+    for name, variance in variances.items():
+        if variance.dim() >= 2:
+            matrices = (each.double().flatten(1) for each in (means[name], variance.sqrt()))
+            values = [torch.linalg.svdvals(matrix) for matrix in matrices]
+            found[name] = Spectrum(*values, *map(_share, values))
     if not found:
         raise ValueError(
             "`guide` must have a weight with at least two dimensions, but has the shapes "
             f"{[tuple(variance.shape) for variance in variances.values()]}."
         )
     return found
-
-
-def _spectrum(mean: Tensor, scale: Tensor) -> Spectrum:
-    values = [torch.linalg.svdvals(each.double().flatten(1)) for each in (mean, scale)]
-    return Spectrum(*values, *map(_share, values))
 
 
 def _share(singular_values: Tensor) -> Tensor:

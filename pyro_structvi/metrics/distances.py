@@ -144,8 +144,6 @@ def _columns(**tensors: Tensor) -> tuple[Tensor, Tensor]:
 
 def _wasserstein(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the distance of the draws in each column."""
-    if len(ours) == len(theirs):
-        return (ours.sort(0).values - theirs.sort(0).values).abs().mean(0)
     values, order = torch.cat([ours, theirs]).sort(0)
     # F - G between neighbours, times both numbers of draws: integers without rounding errors.
     is_ours = order < len(ours)

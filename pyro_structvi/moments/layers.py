@@ -228,15 +228,11 @@ def _layer_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> RandomTensor:
-    found = _standardized(input, -len(normalized_shape), 1, eps)
-    return _affine(found, weight, bias)
+    return _affine(_standardized(input, -len(normalized_shape), 1, eps), weight, bias)
 
 
 def _rms_norm(
-    input: RandomTensor,
-    normalized_shape: Sequence[int],
-    weight: Any = None,
-    eps: float | None = None,
+    input: RandomTensor, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
 ) -> RandomTensor:
     least = torch.finfo(input.dtype).eps if eps is None else eps
     found = _standardized(input, -len(normalized_shape), 1, least, center=False)

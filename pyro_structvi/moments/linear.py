@@ -151,7 +151,9 @@ def linear_moments(application: Application) -> RandomTensor:
         inference for robust Bayesian neural networks", Eq. 5, for independent elements.
     """
     linear_map, x, weight, bias, arrangement = application
-    settings, is_joint = settings_of(x, weight, bias), _is_joint(weight, bias)
+    settings = settings_of(x, weight, bias)
+    both = isinstance(weight, RandomWeight) and isinstance(bias, RandomWeight)
+    is_joint = both and weight.part == "weight" and bias.distribution is weight.distribution
     if arrangement is not None and is_joint:
         raise NotImplementedError(
             "A weight and bias with a joint posterior meet a call that takes the weight's dimensions in "
@@ -185,7 +187,7 @@ def linear_moments(application: Application) -> RandomTensor:
     if q is not None:
         # Independent elements depend on an input by its second moments alone.
         at = m if v is None or not isinstance(q, IndependentWeight) else floored_sqrt(m * m + v)
-        of_weight = q.image_variance(*_with_column(q, linear_map, at, is_joint), loc)
+        of_weight = q.image_variance(*with_column(q, linear_map, at, is_joint), loc)
     variance = total(of_input, of_weight).expand(loc.shape)
     found = RandomTensor(loc, variance, settings)
     found.map_of = own
@@ -194,7 +196,7 @@ def linear_moments(application: Application) -> RandomTensor:
         """Return the covariance of a weight at the mean input, and of the input."""
         shared: Tensor = torch.zeros_like(variance).diag_embed()
         if q is not None and not isinstance(q, IndependentWeight):
-            image = q.image_under(*_with_column(q, linear_map, m, is_joint))
+            image = q.image_under(*with_column(q, linear_map, m, is_joint))
             shared = shared + image.covariance_matrix
         if v is not None:
             own = matrix[:, :-1] if is_joint else matrix
@@ -215,12 +217,6 @@ def lookup_moments(lookup: Lookup) -> RandomTensor:
     weight: RandomTensor = lookup.weight
     loc, variance = (F.embedding(lookup.x, part) for part in (weight.loc, weight.variance))
     return RandomTensor(loc, variance, weight.settings)
-
-
-def _is_joint(weight: Any, bias: Any) -> bool:
-    """Whether a weight and its bias have one joint distribution."""
-    both = isinstance(weight, RandomWeight) and isinstance(bias, RandomWeight)
-    return both and weight.part == "weight" and bias.distribution is weight.distribution
 
 
 def distribution_of(x: Any) -> WeightDistribution | None:
@@ -320,7 +316,7 @@ def _is_identity(function: Callable[[Tensor], Tensor], like: Tensor) -> bool:
     return is_view and found.shape == given.shape and found.stride() == given.stride()
 
 
-def _with_column(
+def with_column(
     q: WeightDistribution, linear_map: LinearMap, x: Tensor, is_joint: bool
 ) -> tuple[LinearMap, Tensor]:
     """Return map and input for a weight that may have its bias as a column."""

@@ -90,6 +90,7 @@ class RankOneLayer(FactorLayer):
     weight: Any
     input_scale: Any
     output_scale: Any
+    _conv_forward: Any
     _torch_layer: ClassVar[type[nn.Module]]
 
     @checked
@@ -115,11 +116,9 @@ class RankOneLayer(FactorLayer):
             self.initial_values[name] = initial
 
     def _without_bias(self, x: Tensor) -> Tensor:
-        hidden = self._apply_weight(scale_channels(x, self.input_scale, self.channel_dim))
+        apply = F.linear if self.channel_dim == -1 else self._conv_forward
+        hidden = apply(scale_channels(x, self.input_scale, self.channel_dim), self.weight, None)
         return scale_channels(hidden, self.output_scale, self.channel_dim)
-
-    def _apply_weight(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
@@ -148,9 +147,6 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
 
     _torch_layer = nn.Linear
 
-    def _apply_weight(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
 
 class RankOneConv(RankOneLayer):
     """A convolution with a random scale for each input and each output channel.
@@ -158,12 +154,6 @@ class RankOneConv(RankOneLayer):
     It takes the arguments of :class:`RankOneLinear`. With groups, ``input_scale`` still has a number
     for each input channel.
     """
-
-    _conv_forward: Any
-
-    def _apply_weight(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self._conv_forward(x, self.weight, None)
-        return outputs
 
 
 class RankOneConv1d(RankOneConv, nn.Conv1d, PyroModule):

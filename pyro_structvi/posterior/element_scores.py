@@ -6,7 +6,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
@@ -14,7 +13,12 @@ from pyro_structvi._nested import map_nested
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.posterior.passes import Values, as_arguments, as_batches
-from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
+from pyro_structvi.posterior.runs import (
+    evaluation_mode,
+    find_observation,
+    run_at_draw,
+    sample_nodes,
+)
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_distributions import PointMass
 
@@ -103,11 +107,8 @@ def laplace_variances(
         for args, _ in batches * num_samples:
             trace = run_at_draw(model, values, args)
             observed = find_observation(trace, values, site)
-            drawn = {  # observations and local latents
-                name: node["value"]
-                for name, node in trace.nodes.items()
-                if node["type"] == "sample" and name not in values and not site_is_subsample(node)
-            }
+            nodes = sample_nodes(trace).items()  # drawn are observations and local latents
+            drawn = {name: node["value"] for name, node in nodes if name not in values}
             gradient_of = torch.func.grad(partial(log_prob, observed))
             in_dims = (None, 0, *(0 for _ in args))
             each = torch.func.vmap(gradient_of, in_dims, randomness="different")
@@ -116,11 +117,12 @@ def laplace_variances(
             for name, gradient in gradients.items():
                 information[name] += at_least_single(gradient).square().sum(0) / num_samples
     variances = {}
-    for name in information.keys() & trace.nodes.keys():
-        precision = 1 / trace.nodes[name]["fn"].variance
-        precision = torch.nan_to_num(precision, nan=0.0)  # a Cauchy prior has no variance
-        variances[name] = 1 / (information[name] + precision)
-    return {name: variances[name] for name in chosen if name in variances}
+    for name, squares in information.items():
+        if name in trace.nodes:
+            precision = 1 / trace.nodes[name]["fn"].variance
+            precision = torch.nan_to_num(precision, nan=0.0)  # a Cauchy prior has no variance
+            variances[name] = 1 / (squares + precision)
+    return variances
 
 
 @checked

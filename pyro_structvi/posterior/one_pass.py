@@ -39,7 +39,6 @@ from pyro_structvi.posterior.prediction import (
     Prediction,
     class_probabilities,
     entropy_of,
-    one_or_several,
 )
 from pyro_structvi.posterior.runs import checked_observations, evaluation_mode
 from pyro_structvi.sites.site_posterior import stack_draws
@@ -100,10 +99,9 @@ def predict_moments(
         Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
     """
     check_posterior(model, guide)
-    x = one_or_several(inputs)
     check_served(model, guide, "posterior")
     assert isinstance(model, Likelihood)
-    batches = batches_of(x, y, batch_size, guide)
+    batches = batches_of(inputs, y, batch_size, guide)
     args = batches[0][0]
     if len(args) != 1:
         raise TypeError(f"`inputs` must be the one input of the net, but got {len(args)}.")

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import pyro.poutine as poutine
 import torch
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.constraints import is_dependent
 from torch.nn.modules.module import register_module_forward_hook
 
-from pyro_structvi._checks import Program, check_tensors
+from pyro_structvi._checks import Program, brief, check_tensors
 from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._torch import own_tensors, take_apart
 from pyro_structvi.posterior.runs import (
@@ -23,6 +22,7 @@ from pyro_structvi.posterior.runs import (
     find_observation,
     is_unused,
     run_at_draw,
+    sample_nodes,
     sites_from_model,
     warn_of_shared_statistics,
 )
@@ -90,9 +90,15 @@ def as_batches(args: tuple[Any, ...], y: Tensor | None, batch_size: int | None) 
 
 
 def batches_of(
-    x: Any, y: Tensor | None, batch_size: int | None, posterior: Posterior
+    inputs: tuple[Any, ...], y: Tensor | None, batch_size: int | None, posterior: Posterior
 ) -> list[Batch]:
     """Return the mini-batches of inputs, or of a loader of inputs or tuples ``(*inputs, y)``."""
+    if not inputs or any(isinstance(each, (int, float)) for each in inputs):
+        raise TypeError(
+            f"`inputs` must be tensors or mini-batches, but got {brief(inputs)}. Write "
+            "`predict(model, guide, x, num_samples=100)`."
+        )
+    x = inputs if inputs[1:] else inputs[0]
     is_given = isinstance(x, (Tensor, tuple, list, str, Mapping)) or hasattr(x, "__array__")
     if is_given or not isinstance(x, Iterable):
         return as_batches(as_arguments(x), y, batch_size)
@@ -152,11 +158,7 @@ def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> Values
     """Return the values of a guide's sites without auxiliary sites."""
     with poutine.block():
         trace = poutine.trace(poutine.mask(guide, mask=False)).get_trace(*args)
-    sites = {
-        name: site
-        for name, site in trace.nodes.items()
-        if site["type"] == "sample" and not site_is_subsample(site)
-    }
+    sites = sample_nodes(trace)
     roles = {name: SiteRole.of(site) for name, site in sites.items()}
     observed = [name for name, role in roles.items() if role.is_observation]
     if observed:
@@ -304,11 +306,7 @@ class Passes:
 
 def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:
     """Whether sampled sites have valid arguments and the observations are in the support."""
-    drawn = [
-        node["fn"]
-        for node in trace.nodes.values()
-        if node["type"] == "sample" and not node["is_observed"] and not site_is_subsample(node)
-    ]
+    drawn = [node["fn"] for node in sample_nodes(trace).values() if not node["is_observed"]]
     checks = [check for distribution in drawn for check in _checks_of(distribution)]
     if y is not None:
         checks.append(observed["fn"].support.check(y).all())

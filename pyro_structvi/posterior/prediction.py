@@ -14,7 +14,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, OneHotCate
 from torch.distributions.utils import lazy_property
 from tqdm.auto import tqdm
 
-from pyro_structvi._checks import Count, Positive, Program, Rule, brief, checked, shape_text
+from pyro_structvi._checks import Count, Positive, Program, Rule, checked, shape_text
 from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
@@ -209,7 +209,7 @@ def predict(
         (torch.Size([5, 3]), torch.Size([20, 5, 3]))
     """
     check_posterior(model, posterior)
-    batches = batches_of(one_or_several(inputs), y, batch_size, posterior)
+    batches = batches_of(inputs, y, batch_size, posterior)
     total = count_draws(posterior, num_samples)
     reader = _Reader(len(batches), None if not stream else _streamed(total))
     averages = [Averages() for _ in batches]
@@ -238,16 +238,6 @@ def _check_examples(mean: Tensor, args: tuple[Any, ...]) -> None:
             f"dimension, {size} in a mini-batch, but have the shape {shape_text(mean.shape)}. Leave "
             "`batch_size` out, or put the plate of the examples to the left of other plates."
         )
-
-
-def one_or_several(inputs: tuple[Any, ...]) -> Any:
-    """Return the input of a model, or the tuple of several."""
-    if not inputs or any(isinstance(each, (int, float)) for each in inputs):
-        raise TypeError(
-            f"`inputs` must be tensors or mini-batches, but got {brief(inputs)}. Write "
-            "`predict(model, guide, x, num_samples=100)`."
-        )
-    return inputs[0] if len(inputs) == 1 else inputs
 
 
 def _streamed(total: int) -> list[int]:

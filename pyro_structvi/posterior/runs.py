@@ -93,17 +93,19 @@ def is_unused(trace: Any, node: Any) -> bool:
     return is_counted and value.use.count == 0 and not any(each is value for each in returned)
 
 
+def sample_nodes(trace: Any) -> dict[str, Any]:
+    """Return the nodes of sample sites in a trace by name, without subsamples of plates."""
+    nodes = ((name, node) for name, node in trace.nodes.items() if node["type"] == "sample")
+    return {name: node for name, node in nodes if not site_is_subsample(node)}
+
+
 def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:
     """Return the name of the observed site of a model that ran at a draw without observations.
 
     Raises:
         ValueError: If it is ambiguous, or if the draw's sites are not the model's global latent sites.
     """
-    nodes = {
-        name: node
-        for name, node in trace.nodes.items()
-        if node["type"] == "sample" and not site_is_subsample(node)
-    }
+    nodes = sample_nodes(trace)
     drawn = [name for name, node in nodes.items() if not node["is_observed"]]
     free = [name for name in drawn if name not in values]
     marked = [name for name in free if SiteRole.of(nodes[name]).is_observation]

@@ -8,10 +8,11 @@ from typing import Any
 import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._torch import take_apart
+from pyro_structvi.posterior.runs import sample_nodes
+from pyro_structvi.posterior.warm_start import scales_noise
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.weight_distribution import GaussianWeight
@@ -106,13 +107,9 @@ class LogJoint:
         self._model, self._args = model, args
         with poutine.block():
             trace = poutine.trace(model).get_trace(*args)
-        samples = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
+        samples = sample_nodes(trace)
         _check_plates(samples)
-        latent = {
-            name: node
-            for name, node in samples.items()
-            if not node["is_observed"] and not site_is_subsample(node)
-        }
+        latent = {name: node for name, node in samples.items() if not node["is_observed"]}
         # Members of a mixture lie in several modes, and one linear map does not fit them all: the
         # coordinates are then values in the units of a member's deviations.
         is_mixture = guide.num_members > 1
@@ -123,8 +120,7 @@ class LogJoint:
             site, q = posterior.site, posterior()
             if not set(site.names) <= latent.keys():
                 continue
-            has_factor = getattr(type(q), "scale_noise", None) is not GaussianWeight.scale_noise
-            if isinstance(q, GaussianWeight) and has_factor and not is_mixture:
+            if scales_noise(q) and not is_mixture:
                 self._sites.append(_of_noise(site, q))
             else:
                 for name in site.names:
@@ -172,13 +168,12 @@ class LogJoint:
 
         A model that returns no numbers has the means of its observations in their place.
         """
-        nodes = self._trace(self.values_at(coordinates)[0]).nodes
-        returned = take_apart(nodes["_RETURN"]["value"])[0]
+        trace = self._trace(self.values_at(coordinates)[0])
+        returned = take_apart(trace.nodes["_RETURN"]["value"])[0]
         found = [each for each in returned if isinstance(each, Tensor) and each.is_floating_point()]
         if not found:
-            samples = [node for node in nodes.values() if node["type"] == "sample"]
-            observed = [node for node in samples if node["is_observed"]]
-            found = [node["fn"].mean for node in observed if node["name"] not in self._names]
+            observed = [own for own in sample_nodes(trace).values() if own["is_observed"]]
+            found = [own["fn"].mean for own in observed if own["name"] not in self._names]
         flat = torch.cat([each.flatten() for each in found])
         return flat[:: max(1, math.ceil(len(flat) / MOST_FUNCTIONS))]
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from pyro_structvi._pyro import declared_name, declared_samples
 from pyro_structvi._torch import forward_hooks
+from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier
 from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
 from pyro_structvi.nn.random_module import PASS_HOOKS
@@ -209,8 +210,9 @@ def _translate_prior(name: str, prior: Any) -> partial[Any]:
             f"The prior of the site '{name}' is a {kind}, which has no translation to NumPyro. "
             f"Supported are {', '.join(_KINDS)} and {IsotropicStudentT.__name__}."
         )
-    arguments = {key: to_array(_unexpand(getattr(prior, key))) for key in argument_names(prior)}
-    return partial(_make_prior, kind, shape, **arguments)
+    arguments = {key: getattr(prior, key) for key in argument_names(prior)}
+    arrays = {key: to_array(shrink(value, value.dim())) for key, value in arguments.items()}
+    return partial(_make_prior, kind, shape, **arrays)
 
 
 def _make_prior(kind: str, shape: tuple[int, ...], **arguments: Any) -> Any:
@@ -225,8 +227,3 @@ def _make_student_t(shape: tuple[int, ...], df: Any, scale: Any) -> Any:
         jnp.asarray(df), jnp.zeros(size), jnp.asarray(scale) * jnp.eye(size)
     )
     return dist.TransformedDistribution(flat, dist.transforms.ReshapeTransform(shape, (size,)))
-
-
-def _unexpand(value: torch.Tensor) -> torch.Tensor:
-    """Reduce expanded dimensions to size 1."""
-    return value[tuple(slice(1) if step == 0 else slice(None) for step in value.stride())]

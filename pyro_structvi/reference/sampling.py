@@ -14,7 +14,6 @@ import pyro.poutine as poutine
 import torch
 from numpyro.infer import MCMC, NUTS, init_to_median
 from numpyro.infer.util import log_density
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import (
@@ -27,6 +26,7 @@ from pyro_structvi._checks import (
     warn_user,
 )
 from pyro_structvi.posterior.prediction import Level
+from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
@@ -194,11 +194,8 @@ def _check_translation(
                 check_same_kind("x", x, name, site.prior.sample())
             raise
         trace.compute_log_prob()
-    sites = {
-        name: node["value"]
-        for name, node in trace.iter_stochastic_nodes()
-        if not site_is_subsample(node)
-    }
+    nodes = sample_nodes(trace).items()
+    sites = {name: node["value"] for name, node in nodes if not node["is_observed"]}
     difference = ""
     if set(sites) != set(translated.priors):
         difference = f"the model's sites are {[*sites]}, the other's {[*translated.priors]}"

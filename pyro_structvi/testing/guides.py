@@ -12,12 +12,12 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.infer import Predictive, Trace_ELBO
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi.infer.checkpoint import Checkpoint
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.training import fit
+from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.contracts import Contract, fixed_seed, is_defined
 from pyro_structvi.testing.noise import assert_mean
@@ -122,11 +122,9 @@ def elbo_gradients(
 
 
 def _check_sites(contract: Contract, guide: StructuredGuide, model: Any, data: Any) -> None:
-    latent = {
-        name: (node["value"].shape, node["value"].dtype)
-        for name, node in poutine.trace(model).get_trace(*data).iter_stochastic_nodes()
-        if not site_is_subsample(node)
-    }
+    nodes = sample_nodes(poutine.trace(model).get_trace(*data)).items()
+    values = {name: node["value"] for name, node in nodes if not node["is_observed"]}
+    latent = {name: (value.shape, value.dtype) for name, value in values.items()}
     rule = "the guide has the latent sites of the model"
     contract.equal(rule, set(guide.site_names), set(latent))
     sampled = poutine.trace(guide).get_trace(*data)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
+from pyro_structvi.moments.linear import with_column
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.testing.noise import draw_with_noise
 from pyro_structvi.testing.weights import Subject
@@ -99,11 +100,7 @@ class _Layer:
 
     def of_weight(self, q: Any, x: Tensor) -> tuple[LinearMap, Tensor]:
         """Return map and input for a distribution of weights."""
-        if self.bias != "joined":
-            return self.linear_map, x
-        if isinstance(q, FactoredWeight):
-            return BiasColumnMap(self.linear_map), x
-        return self.linear_map.join_bias(x)
+        return with_column(q, self.linear_map, x, self.bias == "joined")
 
     def operator(self, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of the mean, and the map from vec(W) to them, ``(*batch, E, D)``."""
