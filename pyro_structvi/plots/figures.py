@@ -1,6 +1,6 @@
 """Common parts of figures: axes without a window, colours, legends, checked arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,10 +93,15 @@ def real_array(name: str, values: Values, dim: int = 1) -> Array:
     return array.astype(np.float64)
 
 
-def check_as_many(name: str, values: Array, other: str, others: Array) -> None:
-    """Raise a ``ValueError`` unless two arrays have last dimensions of one size."""
-    if values.shape[-1] != others.shape[-1]:
-        raise ValueError(
-            f"`{name}` and `{other}` must have as many values, but got {values.shape[-1]} and "
-            f"{others.shape[-1]}."
-        )
+def same_length(arguments: Mapping[str, Values | None]) -> dict[str, Array]:
+    """Return those arguments that are not None as arrays of one length, or raise a ``ValueError``."""
+    given = {name: values for name, values in arguments.items() if values is not None}
+    arrays = {name: real_array(name, values) for name, values in given.items()}
+    first = next(iter(arrays))
+    for name, array in arrays.items():
+        if len(array) != len(arrays[first]):
+            raise ValueError(
+                f"`{first}` and `{name}` must have as many values, but got {len(arrays[first])} and "
+                f"{len(array)}."
+            )
+    return arrays

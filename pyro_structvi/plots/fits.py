@@ -18,12 +18,12 @@ from pyro_structvi.plots.figures import (
     Values,
     add_labels,
     add_legend,
-    check_as_many,
     curve_style,
     figure_of,
     make_axes,
     make_panels,
     real_array,
+    same_length,
 )
 
 WINDOWS = 50  # the running mean is over this fraction of the steps
@@ -50,8 +50,8 @@ def plot_elbo(history: History, ax: Axes | None = None) -> Axes:
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['ELBO', 'KL']
     """
-    elbo, kl = real_array("history.elbo", history.elbo), real_array("history.kl", history.kl)
-    check_as_many("history.elbo", elbo, "history.kl", kl)
+    given = {"history.elbo": history.elbo, "history.kl": history.kl}
+    elbo, kl = same_length(given).values()
     ax = make_axes(ax)
     seen = [*ax.get_ylim()] if ax.lines else []
     steps, window = np.arange(1, len(elbo) + 1), max(1, len(elbo) // WINDOWS)

@@ -21,10 +21,10 @@ from pyro_structvi.plots.figures import (
     Values,
     add_labels,
     add_legend,
-    check_as_many,
     curve_style,
     make_axes,
     real_array,
+    same_length,
 )
 
 DEPTH = 0.25  # height of the tallest bar below the axis, in units of the vertical axis
@@ -72,66 +72,52 @@ def plot_band(
         >>> len(ax.collections)
         2
     """
-    inputs, means = real_array("x", x), real_array("mean", mean)
-    check_as_many("x", inputs, "mean", means)
+    lines = {"x": x, "mean": mean, "scale": scale, "lower": lower, "upper": upper, "truth": truth}
+    found = same_length(lines)
+    inputs, means = found["x"], found["mean"]
     if (np.diff(inputs) < 0).any():
         raise ValueError(
             "`x` must be ascending, since lines join successive points, but is not. Sort all arguments "
             "by `x.argsort()`."
         )
-    bands = _bands(means, scale, widths, lower, upper)
+    bands = _bands(found, widths)
     if (data_x is None) != (data_y is None):
         raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
-    true = None if truth is None else real_array("truth", truth)
-    if true is not None:
-        check_as_many("x", inputs, "truth", true)
-    points: tuple[Array, Array] | None = None
-    if data_x is not None and data_y is not None:
-        points = real_array("data_x", data_x), real_array("data_y", data_y)
-        check_as_many("data_x", points[0], "data_y", points[1])
+    points = {} if data_x is None else same_length({"data_x": data_x, "data_y": data_y})
     ax = make_axes(ax)
     for low, high in bands:
         ax.fill_between(inputs, low, high, color=BLUE, alpha=0.2, linewidth=0)
     ax.plot(inputs, means, color=BLUE, label=label)
-    if true is not None:
-        ax.plot(inputs, true, color=BLACK, linewidth=0.8, label="truth")
-    if points is not None:
-        ax.scatter(*points, s=6, color=VERMILION, zorder=3, label="data")
+    if "truth" in found:
+        ax.plot(inputs, found["truth"], color=BLACK, linewidth=0.8, label="truth")
+    if points:
+        ax.scatter(points["data_x"], points["data_y"], s=6, color=VERMILION, zorder=3, label="data")
     add_labels(ax, "input", "target")
     if label is not None:
         add_legend(ax)
     return ax
 
 
-def _bands(
-    mean: Array,
-    scale: Values | None,
-    widths: Sequence[float],
-    lower: Values | None,
-    upper: Values | None,
-) -> list[tuple[Array, Array]]:
+def _bands(lines: Mapping[str, Array], widths: Sequence[float]) -> list[tuple[Array, Array]]:
     """Return the lower and upper ends of each band."""
-    if scale is not None and lower is None and upper is None:
-        scales = real_array("scale", scale)
-        check_as_many("mean", mean, "scale", scales)
-        if (scales < 0).any():
+    given = {"scale", "lower", "upper"} & lines.keys()
+    if given == {"scale"}:
+        mean, scale = lines["mean"], lines["scale"]
+        if (scale < 0).any():
             raise ValueError(
                 "`scale` must be a standard deviation, so at least 0, but has an entry below 0."
             )
         if not widths or not all(0 < width < np.inf for width in widths):
             raise ValueError("`widths` must hold at least one number, all positive and finite.")
-        return [(mean - width * scales, mean + width * scales) for width in widths]
-    if scale is not None or lower is None or upper is None:
+        return [(mean - width * scale, mean + width * scale) for width in widths]
+    if given != {"lower", "upper"}:
         raise ValueError(
             "Either `scale` or both `lower` and `upper` must be given: standard deviations, or the "
             "ends of bands."
         )
-    low, high = real_array("lower", lower), real_array("upper", upper)
-    check_as_many("lower", low, "mean", mean)
-    check_as_many("upper", high, "mean", mean)
-    if (low > high).any():
+    if (lines["lower"] > lines["upper"]).any():
         raise ValueError("`lower` must be at most `upper` everywhere, but is not.")
-    return [(low, high)]
+    return [(lines["lower"], lines["upper"])]
 
 
 @checked
@@ -223,10 +209,9 @@ def plot_coverage(
         Kuleshov, Fenner and Ermon (2018), "Accurate uncertainties for deep learning using calibrated
         regression", section 3.
     """
-    expected = _shares("levels", levels)
-    curves: dict[str | None, Array] = {}
+    curves: dict[str | None, tuple[str, Values]] = {}
     if not isinstance(coverage, Mapping):
-        curves[label] = _shares("coverage", coverage, expected)
+        curves[label] = "coverage", coverage
     elif label is not None:
         raise ValueError(
             "`label` must be None where `coverage` is a mapping: its keys are the labels."
@@ -234,8 +219,14 @@ def plot_coverage(
     elif not coverage:
         raise ValueError("`coverage` must hold at least one entry, but is empty.")
     else:
-        for key, each in coverage.items():
-            curves[key] = _shares(f"coverage[{key!r}]", each, expected)
+        curves |= {key: (f"coverage[{key!r}]", each) for key, each in coverage.items()}
+    found = same_length({"levels": levels, **dict(curves.values())})
+    for name, array in found.items():
+        if (array < 0).any() or (array > 1).any():
+            raise ValueError(
+                f"`{name}` must hold shares from 0 to 1, but has an entry outside. Divide "
+                "percentages by 100."
+            )
     ax = make_axes(ax, 5.2, 3.8)
     if num_examples is not None:
         line = np.linspace(0, 1, 101)
@@ -244,21 +235,9 @@ def plot_coverage(
         name = f"2 standard errors\nof {num_examples} examples"
         ax.fill_between(line, low, high, color="0.85", linewidth=0, label=name)
     _draw_diagonal(ax)
-    for index, (title, values) in enumerate(curves.items()):
-        ax.plot(expected, values, marker="o", markersize=4, label=title, **curve_style(index))
+    for index, (title, (name, _)) in enumerate(curves.items()):
+        style = curve_style(index) | {"marker": "o", "markersize": 4}
+        ax.plot(found["levels"], found[name], label=title, **style)
     add_labels(ax, "expected coverage", "observed coverage")
     add_legend(ax)
     return ax
-
-
-def _shares(name: str, values: Values, levels: Array | None = None) -> Array:
-    """Return numbers from 0 to 1, as many as levels, or raise a ``ValueError``."""
-    array = real_array(name, values)
-    if levels is not None:
-        check_as_many("levels", levels, name, array)
-    if (array < 0).any() or (array > 1).any():
-        raise ValueError(
-            f"`{name}` must hold shares from 0 to 1, but has an entry outside. Divide "
-            "percentages by 100."
-        )
-    return array

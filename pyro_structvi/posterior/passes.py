@@ -38,12 +38,12 @@ Posterior = Program | Mapping[str, Tensor]
 Values = dict[str, Tensor]
 Draws = tuple[Values, Values]  # values of sites, and statistics of batch normalization
 D = TypeVar("D")
-T = TypeVar("T")
 Batch = tuple[tuple[Any, ...], Tensor | None]
 # From the observed node, the model's return value and the observations to what is kept.
 Read = Callable[[Any, Any, Tensor | None], Values]
 
 DEFAULT_NUM_SAMPLES = 100
+_VALID = "is valid"  # among the outputs of a run
 
 
 def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
@@ -250,9 +250,7 @@ class Passes:
             run = partial(run_at_draw, self._model, own, new=self._new, unused=self._unused)
             return statistics.measure(run)
 
-        together = self._run_together(measure, values)
-        each = together or stack_draws([measure(_only(one)) for one in _split(values, 1)])
-        return values, each
+        return values, self._run_each(measure, values)
 
     def _run_first(self, draws: Draws) -> Values:
         """Run the first draw, and again if it has sites that must be sampled from the model."""
@@ -269,26 +267,24 @@ class Passes:
         return stack_draws([self._outputs(trace, node, 0)])
 
     def _run(self, draws: Draws, batch: int) -> Values:
-        """Run draws together if possible, else one by one."""
+        """Return the outputs of the model at draws."""
 
-        def run(own: Draws) -> tuple[Values, Tensor]:
+        def run(own: Draws) -> Values:
             trace, node = self._trace(own, batch)
             is_valid = _is_valid(trace, node, self._batches[batch][1])
-            return self._outputs(trace, node, batch), is_valid
+            return {**self._outputs(trace, node, batch), _VALID: is_valid}
 
-        together = self._run_together(run, draws)
-        if together is not None and together[1].all():
-            return together[0]
-        return stack_draws([
-            self._outputs(*self._trace(_only(one), batch), batch) for one in _split(draws, 1)
-        ])
+        return self._run_each(run, draws)
 
-    def _run_together(self, run: Callable[[D], T], draws: D) -> T | None:
-        """Run a function at several draws in one pass; None for one draw, or if torch cannot do so."""
-        if self._in_turn or len(next(nested_tensors(draws))) == 1:
-            return None
-        found = in_one_pass(run, draws, modules_of(self._model))
-        self._in_turn = found is None
+    def _run_each(self, run: Callable[[D], Values], draws: D) -> Values:
+        """Run a function at several draws in one pass if possible, else one by one."""
+        if not self._in_turn and len(next(nested_tensors(draws))) > 1:
+            found = in_one_pass(run, draws, modules_of(self._model))
+            self._in_turn = found is None
+            if found is not None and found.pop(_VALID, torch.tensor(True)).all():
+                return found
+        found = stack_draws([run(_only(one)) for one in _split(draws, 1)])
+        found.pop(_VALID, None)
         return found
 
     def _trace(self, draw: Draws, batch: int, counts: bool = False) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import getattr_static
 from operator import attrgetter
@@ -27,13 +27,7 @@ from pyro_structvi.posterior.passes import (
 )
 from pyro_structvi.posterior.quantiles import mixture_quantile
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
-from pyro_structvi.weights.torch_distributions import (
-    base_of,
-    in_single,
-    map_tensors,
-    moments_of,
-    tensors_of,
-)
+from pyro_structvi.weights.torch_distributions import base_of, in_single, moments_of, tensors_of
 
 Level = Annotated[float, Rule("strictly between 0 and 1", lambda value: 0 < value < 1)]
 
@@ -370,41 +364,41 @@ class Averages:
 
 
 class _StackedLikelihood:
-    """Stacks the likelihoods of single draws, by names of their tensors."""
+    """Stacks the likelihoods of single draws, by paths of their tensors."""
 
-    def __init__(self, template: Any) -> None:
-        self.template = template = _without_lazy(template)
+    def __init__(self, likelihood: Any) -> None:
+        found: dict[int, tuple[str, Tensor]] = {}
+
+        def keep(path: str, value: Tensor) -> Tensor:
+            found[id(value)] = path, value
+            return value
+
+        self.template = template = _with_tensors(likelihood, keep)
         batch = template.batch_shape
-        found = {
-            id(value): (prefix + name, value)
-            for prefix, part in _parts(template)
-            for name, value in vars(part).items()
-            if isinstance(value, Tensor)
-        }
-        fits = all(tensor.shape[: len(batch)] == batch for _, tensor in found.values())
+        fits = all(value.shape[: len(batch)] == batch for _, value in found.values())
         can_stack = bool(tensors_of(template)) and bool(batch) and fits
-        self.paths = {f"likelihood.{path}": key for key, (path, _) in found.items() if can_stack}
+        self.paths = {key: path for key, (path, _) in found.items() if can_stack}
 
     def take_apart(self, likelihood: Any) -> dict[str, Tensor]:
         """Return the tensors of a likelihood; none if likelihoods cannot be stacked."""
-        return {name: attrgetter(name.split(".", 1)[1])(likelihood) for name in self.paths}
+        return {f"likelihood.{path}": attrgetter(path)(likelihood) for path in self.paths.values()}
 
     def put_together(self, tensors: dict[str, Tensor]) -> Any:
         """Return stacked likelihoods, given tensors ``(draws, N, ...)``; None if they cannot be."""
         if not self.paths:
             return None
-        new = {key: tensors[name] for name, key in self.paths.items()}
-        stacked = map_tensors(self.template, lambda old: new.get(id(old), old))
-        shared = {id(part) for _, part in _parts(self.template)}
+        new = {key: tensors[f"likelihood.{path}"] for key, path in self.paths.items()}
         shape = next(iter(new.values())).shape[:2]
-        for _, part in _parts(stacked):
-            if id(part) not in shared:
-                part._batch_shape = shape + part.batch_shape[1:]
-        return stacked
+        return _with_tensors(self.template, lambda path, old: new[id(old)], shape)
 
 
-def _without_lazy(distribution: Any) -> Any:
-    """Return a copy without lazy properties, such as probabilities computed from logits."""
+def _with_tensors(
+    distribution: Any, change: Callable[[str, Tensor], Tensor], shape: Any = (), prefix: str = ""
+) -> Any:
+    """Return a copy with tensors changed by their paths, and a shape in place of the first dimension.
+
+    It has no lazy properties, such as probabilities computed from logits.
+    """
     new = copy.copy(distribution)
     kind, members = type(distribution), vars(distribution)
     lazy = {name for name in members if isinstance(getattr_static(kind, name, None), lazy_property)}
@@ -412,17 +406,13 @@ def _without_lazy(distribution: Any) -> Any:
     for name, value in members.items():
         if name in lazy and id(value) not in given:
             vars(new).pop(name)
+        elif isinstance(value, Tensor):
+            vars(new)[name] = change(prefix + name, value)
         elif isinstance(value, Distribution):
-            vars(new)[name] = _without_lazy(value)
+            vars(new)[name] = _with_tensors(value, change, shape, f"{prefix}{name}.")
+    if shape and new.batch_shape:
+        new._batch_shape = shape + new.batch_shape[1:]
     return new
-
-
-def _parts(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a distribution and those within it, with the beginnings of their attributes' paths."""
-    yield prefix, distribution
-    for name, value in vars(distribution).items():
-        if isinstance(value, Distribution):
-            yield from _parts(value, f"{prefix}{name}.")
 
 
 def class_probabilities(base: Any) -> Tensor | None:

@@ -223,34 +223,22 @@ class BatchStatistics:
     def measure(self, run: Callable[..., Any]) -> dict[str, Tensor]:
         """Run the model at a draw on the reference inputs; return statistics by layer and call."""
         found: dict[str, Tensor] = {}
-
-        def act(name: str, layer: Any, inputs: Tensor) -> None:
-            dims = [dim for dim in range(inputs.dim()) if dim != 1]
-            mean = inputs.mean(dims).to(layer.running_mean.dtype)
-            variance = inputs.var(dims, correction=0).to(layer.running_var.dtype)
-            found.update({f"{name}.mean": mean, f"{name}.variance": variance})
-            _set_statistics(layer, mean, variance)
-
-        with self._before_each(act), naming("batch_statistics", self.args):
+        with self.used(found, measures=True), naming("batch_statistics", self.args):
             run(self.args)
         return found
 
     @contextmanager
-    def used(self, found: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the layers use measured statistics in this block."""
+    def used(self, found: dict[str, Tensor], measures: bool = False) -> Iterator[None]:
+        """Let the layers use measured statistics in this block, or measure them first."""
 
-        def act(name: str, layer: nn.Module, inputs: Tensor) -> None:
+        def hook(number: int, calls: Iterator[int], layer: Any, args: Any) -> None:
+            name = f"{number}.{next(calls)}"
+            if measures:
+                dims = [dim for dim in range(args[0].dim()) if dim != 1]
+                mean, variance = args[0].mean(dims), args[0].var(dims, correction=0)
+                found[f"{name}.mean"] = mean.to(layer.running_mean.dtype)
+                found[f"{name}.variance"] = variance.to(layer.running_var.dtype)
             _set_statistics(layer, found[f"{name}.mean"], found[f"{name}.variance"])
-
-        with self._before_each(act):
-            yield
-
-    @contextmanager
-    def _before_each(self, act: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
-        """Call a function before each call of a layer, and restore running statistics afterwards."""
-
-        def hook(number: int, calls: Iterator[int], layer: nn.Module, args: Any) -> None:
-            act(f"{number}.{next(calls)}", layer, args[0])
 
         with ExitStack() as handles:
             for number, layer in enumerate(self._layers):

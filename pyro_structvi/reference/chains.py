@@ -196,26 +196,24 @@ def without_python(
     function: Callable[[Tensor], Any], example: Tensor, num_calls: int, compiled: Compiled
 ) -> Callable[[Tensor], Any]:
     """Return a function to a tuple of tensors as its recorded operations, or as it is if it has none."""
-    try:
-        record = Record(function, [example])
-    except RuntimeError as error:
-        if compiled is True:
-            raise RuntimeError(f"`model` cannot be compiled: {error}") from error
-        return function
 
     def seconds() -> float:
         return min(timeit.repeat(lambda: record([example]), repeat=4, number=1))
 
-    replayed = seconds()
-    if compiled is True or (compiled == "auto" and num_calls * replayed > WORTH_COMPILING):
-        try:
+    record: Any = None
+    try:
+        record = Record(function, [example])
+        replayed = seconds()
+        if compiled is True or (compiled == "auto" and num_calls * replayed > WORTH_COMPILING):
             record.compile("inductor", [example])
             if compiled == "auto" and seconds() > replayed:
                 record.interpret()
-        except Exception as error:  # of inductor, or of a compiler for C++
-            if compiled is True:
-                raise RuntimeError(f"`model` cannot be compiled: {error}") from error
-            record.interpret()
+    except Exception as error:  # of a record, of inductor, or of a compiler for C++
+        if compiled is True:
+            raise RuntimeError(f"`model` cannot be compiled: {error}") from error
+        if record is None:
+            return function
+        record.interpret()
 
     def replay(positions: Tensor) -> Any:
         return record([positions]) if record.holds([positions]) else function(positions)

@@ -175,14 +175,12 @@ def _check_scale(
 
 def _check_dtypes(contract: Contract, family: Family, shape: torch.Size) -> None:
     for default, own in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
-        torch.set_default_dtype(torch.float64)
         model = _model(shape, own)
-        torch.set_default_dtype(default)
-        guide = _guide(family, model)
-        kinds = {value.dtype for value in guide.parameters()}
-        kinds |= {value.dtype for value in (*guide.draw().values(), *guide.median().values())}
+        with fixed_seed(default):
+            guide = _guide(family, model)
+            values = *guide.parameters(), *guide.draw().values(), *guide.median().values()
+        kinds = {value.dtype for value in values}
         contract.equal(f"parameters, draws and medians keep the dtype {own}", kinds, {own})
-    torch.set_default_dtype(torch.float64)
 
 
 def _check_gradients(

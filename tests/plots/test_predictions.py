@@ -111,7 +111,7 @@ WRONG = (
     ({"scale": SCALE, "lower": X, "upper": X}, "Either `scale` or both `lower`"),
     ({"lower": MEAN}, "Either `scale` or both `lower` and `upper`"),
     ({"scale": -SCALE}, "`scale` must be a standard deviation, so at least 0"),
-    ({"scale": SCALE[:2]}, "`mean` and `scale` must have as many values, but got 3 and 2"),
+    ({"scale": SCALE[:2]}, "`x` and `scale` must have as many values, but got 3 and 2"),
     ({"scale": SCALE, "widths": ()}, "`widths` must hold at least one number, all positive"),
     ({"scale": SCALE, "widths": (0.0,)}, "`widths` must hold at least one number"),
     ({"lower": MEAN, "upper": MEAN - 1}, "`lower` must be at most `upper`"),
