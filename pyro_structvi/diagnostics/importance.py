@@ -24,7 +24,7 @@ from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteRole
 
 # A fifth of the weights is the tail that a Pareto distribution is fitted to.
-NumSamples = Annotated[int, Rule("at least 100, for a tail of weights", lambda value: value >= 100)]
+Draws = Annotated[int, Rule("at least 100, for a tail of weights", lambda value: value >= 100)]
 MAX_BYTES = 2**25  # of weights and layers' outputs in one pass, as by default in `predict`
 ROUNDING = 1e-8  # relative differences of log weights that count as zero
 
@@ -54,7 +54,7 @@ def pareto_k(
     model: Program,
     guide: StructuredGuide,
     *args: Any,
-    num_samples: NumSamples = 1000,
+    num_samples: Draws = 1000,
     **kwargs: Any,
 ) -> ImportanceDiagnosis:
     r"""Compare a guide with the posterior of all weights jointly.

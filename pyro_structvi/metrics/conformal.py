@@ -97,7 +97,6 @@ def conformal_sets(
         levels".
     """
     known = checked_probabilities("calibration", calibration)
-    check_shape("calibration", known, known.flatten(0, -2).shape, "(n, classes)")
     scores = 1 - known[torch.arange(len(known)), checked_classes("y", y, known)]
     new = checked_probabilities("probabilities", probabilities)
     check_shape("probabilities", new, (len(new), known.shape[-1]), "that of `calibration`")

@@ -6,11 +6,16 @@ from torch import Tensor
 from pyro_structvi._checks import brief, check_classes, check_finite, check_real, check_shape
 
 
-def checked_probabilities(name: str, probabilities: Tensor, dim: int = 2) -> Tensor:
-    """Return probabilities ``(..., classes)`` in double, from 0 to 1, or raise."""
-    check_real(name, probabilities, dim=dim)
+def checked_probabilities(name: str, probabilities: Tensor) -> Tensor:
+    """Return probabilities ``(N, classes)`` in double, from 0 to 1, or raise."""
+    check_real(name, probabilities)
     check_not_empty(name, probabilities)
-    double = probabilities.detach().double().flatten(0, -2)
+    if probabilities.dim() != 2:
+        raise ValueError(
+            f"`{name}` must have shape (N, classes), but have {probabilities.dim()} dimensions. Average "
+            "over draws, flatten positions, and let `y` have one class for each row."
+        )
+    double = probabilities.detach().double()
     beyond = torch.maximum(-double, double - 1).amax(-1)
     off = torch.maximum(beyond, (double.sum(-1) - 1).abs())
     rounding = max(1e-3, torch.finfo(probabilities.dtype).eps ** 0.5)
@@ -21,7 +26,7 @@ def checked_probabilities(name: str, probabilities: Tensor, dim: int = 2) -> Ten
             f"`{name}` must be at least 0 and sum to 1 over the classes, but row "
             f"{index} is not. Pass `logits.softmax(-1)` for logits."
         )
-    return double.clamp(0, 1).reshape(probabilities.shape)
+    return double.clamp(0, 1)
 
 
 def checked_classes(name: str, y: Tensor, probabilities: Tensor) -> Tensor:

@@ -147,11 +147,6 @@ def classification_scores(
         "Verification of forecasts expressed in terms of probability".
     """
     p = checked_probabilities("probabilities", probabilities)
-    if p.dim() != 2:
-        raise ValueError(
-            f"`probabilities` must have shape (N, classes), but have {p.dim()} dimensions. "
-            "Average over draws, and let `y` have one class for each row."
-        )
     y, size = checked_classes("y", y, p), p.shape[-1]
     brier = _library("scoringrules").brier_score(one_hot(y, size), p, backend="torch")
     is_right = p.argmax(-1) == y

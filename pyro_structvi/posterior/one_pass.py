@@ -202,8 +202,12 @@ def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | 
         else:
             mean, own, noise, weights = _given_noise(base, at.inner, weights)
             if correlation is not None and len(weights) == at.shared:
-                at_nodes = zip(mean, floored_sqrt(own), noise, strict=True)
-                joint = [_joint_log_prob(correlation, *given, y) for given in at_nodes]
+                joint = []  # one node at a time, for memory
+                for loc, scale, sigma in zip(mean, floored_sqrt(own), noise, strict=True):
+                    covariance = correlation * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+                    covariance = covariance + torch.diag_embed(sigma.square())
+                    normal = MultivariateNormal(loc, covariance, validate_args=False)
+                    joint.append(normal.log_prob(y))
                 return _log_average(weights, torch.stack(joint))
             scale = floored_sqrt(noise.square() + own)
             log_probs = Normal(mean, scale, validate_args=False).log_prob(y)
@@ -229,16 +233,6 @@ def _given_noise(
     )
     mean, own = averages(means, both.sum(1))
     return mean, own, scale[0], both.sum(0)
-
-
-def _joint_log_prob(
-    correlation: Tensor, mean: Tensor, scale: Tensor, noise: Tensor, y: Tensor
-) -> Tensor:
-    covariance = correlation * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    covariance = covariance + torch.diag_embed(noise.square())
-    made = MultivariateNormal(mean, covariance, validate_args=False)
-    found: Tensor = made.log_prob(y)
-    return found
 
 
 def _log_average(weights: Tensor, log_values: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused():
         conformal_sets(torch.full((4, 4), 0.25), some, torch.zeros(8, dtype=torch.long))
     tokens = torch.full((8, 2, 2), 0.5)
     with pytest.raises(
-        ValueError, match=r"`calibration` must have shape \(n, classes\) = \(16, 2\)"
+        ValueError, match=r"`calibration` must have shape \(N, classes\), but have 3"
     ):
         conformal_sets(some, tokens, torch.zeros(8, dtype=torch.long))
     with pytest.raises(ValueError, match="same inputs, but got 3 and 2 of them"):
