@@ -51,11 +51,7 @@ class ImportanceDiagnosis:
 
 @checked
 def pareto_k(
-    model: Program,
-    guide: StructuredGuide,
-    *args: Any,
-    num_samples: Draws = 1000,
-    **kwargs: Any,
+    model: Program, guide: StructuredGuide, *args: Any, num_samples: Draws = 1000, **kwargs: Any
 ) -> ImportanceDiagnosis:
     r"""Compare a guide with the posterior of all weights jointly.
 
