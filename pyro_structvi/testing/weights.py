@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Independent, MultivariateNormal, Normal, StudentT, kl_divergence
 
 from pyro_structvi.posterior.warm_start import scales_noise
-from pyro_structvi.testing.contracts import Contract, Leaf, is_defined
+from pyro_structvi.testing.contracts import Contract, fresh, is_defined, with_leaves
 from pyro_structvi.testing.noise import UnitDraws, assert_mean, draw_with_noise, unit_draws
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
@@ -25,16 +25,8 @@ class Subject(Contract):
     positions share, if it is known.
     """
 
-    def __init__(
-        self,
-        given: Any,
-        q: Any,
-        leaves: tuple[Leaf, ...],
-        covariance: Moment | None,
-        mean: Moment | None,
-        kl: KL | None,
-        shared: Moment | None,
-    ) -> None:
+    def __init__(self, given: Any, covariance: Any, mean: Any, kl: KL | None, shared: Any) -> None:
+        q, leaves = with_leaves(fresh(given), Tensor.double)
         super().__init__(type(given).__name__, leaves)
         self.given, self.q, self.event_dim, self.kl = given, q, len(q.event_shape), kl
         self.shared = None if shared is None else shared(q)
