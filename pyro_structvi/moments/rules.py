@@ -313,14 +313,9 @@ class Call(NamedTuple):
 
 def _apply(name: str, call: Call) -> Any:
     function, args, kwargs = call
-    if name in _OF_TWO:  # both arguments by position
-        named = [key for key in ("input", "other") if key in kwargs]
-        args = (*args, *(kwargs[key] for key in named))
-        kwargs = {key: kwargs[key] for key in kwargs if key not in named}
-        call = Call(function, args, kwargs)
-        joint = _of_same_elements(call)
-        if joint is not None:
-            return joint
+    joint = _of_same_elements(call) if name in _OF_TWO else None
+    if joint is not None:
+        return joint
     x = args[0] if args else None
     if name in RULES:
         found = RULES[name](*args, **kwargs)
@@ -417,9 +412,10 @@ def _of_same_elements(call: Call) -> RandomTensor | None:
     As in ``x * x.sigmoid()``. None for a call of one random tensor, or for functions of different
     elements.
     """
-    x, other = call.args[:2]
-    both = isinstance(x, RandomTensor) and isinstance(other, RandomTensor) and x is not other
-    if not both or _as_function(x).source is not _as_function(other).source:
+    x, *others = random_among(call)
+    if len(others) != 1 or others[0] is x:
+        return None
+    if _as_function(x).source is not _as_function(others[0]).source:
         return None
     composed = _composed(call)
     found = propagate(composed.function, None, RandomTensor(*composed.source))
@@ -429,11 +425,9 @@ def _of_same_elements(call: Call) -> RandomTensor | None:
 
 def _keep_elements(call: Call, found: RandomTensor) -> None:
     """Record the function of single elements that a call computes, and its source, in its result."""
-    random = [each for each in call.args if isinstance(each, RandomTensor)]
+    random = [*random_among(call)]
     loc = found.loc  # whose shape takes less time than that of a subclass
-    if any(isinstance(each, RandomTensor) for each in call.kwargs.values()) or any(
-        each.loc.shape != loc.shape or each.loc.dtype != loc.dtype for each in random
-    ):
+    if any(each.loc.shape != loc.shape or each.loc.dtype != loc.dtype for each in random):
         return
     if len({id(_as_function(each).source) for each in random}) == 1:
         composed = _composed(call)
@@ -451,7 +445,7 @@ def _as_function(x: RandomTensor) -> ElementFunction:
 
 def _composed(call: Call) -> ElementFunction:
     """Return the result of a call as a function of the elements of its arguments' source."""
-    inner = {id(each): _as_function(each) for each in call.args if isinstance(each, RandomTensor)}
+    inner = {id(each): _as_function(each) for each in random_among(call)}
     apply = call.replayed({key: each.function for key, each in inner.items()})
     first, *_ = inner.values()
     return ElementFunction(first.source, apply, 1 + max(each.length for each in inner.values()))

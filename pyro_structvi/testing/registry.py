@@ -50,6 +50,7 @@ class GuideVariant:
 
 Options = dict[str, Any]
 ENSEMBLE_U, FULL_U = {"inducing_posterior": "ensemble"}, {"inducing_posterior": "full"}
+ENSEMBLE_OF_3 = Options(inducing_posterior="ensemble", ensemble_size=3)
 MIXTURE: Options = {"make_guide": KTiedGuide, "size": 5}
 SMALL, DEMO_U, LARGE = (Options(inducing_shape=size) for size in ((3, 2), (16, 16), (64, 64)))
 JOINED, APART = {"join_bias": True}, {"join_bias": False}  # biases
@@ -83,12 +84,7 @@ GUIDES = _table(
     ("low rank, K = 5", AutoLowRankLRT, {"rank": 5} | CONSTANT | APART, BENCHMARKS),
     ("low rank, K = 5, joined", AutoLowRankLRT, {"rank": 5} | CONSTANT | JOINED, DEMO),
     ("low rank, full diagonal", AutoLowRankLRT, {"rank": 5, "diagonal": "full"} | JOINED, DEMO),
-    (
-        "inducing weights, ensemble",
-        InducingWeightGuide,
-        SMALL | ENSEMBLE_U | {"ensemble_size": 3},
-        TESTS,
-    ),
+    ("inducing weights, ensemble", InducingWeightGuide, SMALL | ENSEMBLE_OF_3, TESTS),
     ("Ensemble-U", InducingWeightGuide, DEMO_U | ENSEMBLE_U | {"ensemble_size": 5}, DEMO),
     ("inducing weights", InducingWeightGuide, SMALL, TESTS),
     ("FFG-U", InducingWeightGuide, DEMO_U, DEMO),
