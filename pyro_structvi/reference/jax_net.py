@@ -3,17 +3,16 @@
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx, nn
 
-from pyro_structvi._pyro import site_name, site_values
+from pyro_structvi._pyro import site_values
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -78,26 +77,19 @@ def to_array(tensor: Tensor) -> Any:
 
 _VIEWS = ("flatten", "getattr", "getitem", "reshape", "squeeze", "unsqueeze", "view")
 
-# A module, its attribute, and the name of the attribute's site, which tied weights share.
-SiteAttribute = tuple[PyroModule, str, str]
-
 
 class JaxNet:
     """The forward pass of a torch net on JAX arrays.
 
-    The net is traced once with :mod:`torch.fx`; each call runs the recorded functions in JAX. ``sites``
-    are the names of the sites that the forward pass uses, and ``output`` is that of the likelihood.
+    The net is traced once with :mod:`torch.fx`; each call runs the recorded functions in JAX.
+    ``site_names`` are those of its sites, ``sites`` those that the forward pass uses, and ``output`` is
+    that of the likelihood.
 
     Raises:
         NotImplementedError: If a function of the net has no translation, or the net cannot be traced.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        site_attributes: list[SiteAttribute],
-        output: Callable[[Any], Any] | None = None,
-    ) -> None:
+    def __init__(self, net: nn.Module, site_names: list[str], output: Any = None) -> None:
         for path, module in net.named_modules(prefix="net"):
             names = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
             if names:
@@ -106,7 +98,7 @@ class JaxNet:
                     "sampler draws from a posterior of everything that is unknown. Make each a site "
                     "with `bayesianize`, or freeze it with `requires_grad_(False)`."
                 )
-        root = _Root(net, site_attributes, output)
+        root = _Root(net, site_names, output)
         with _NoSites(), torch.no_grad():
             graph = _Tracer().trace(root)
         self._inputs = _, sites = [*graph.find_nodes(op="placeholder")]
@@ -138,22 +130,14 @@ class JaxNet:
 class _Root(nn.Module):
     """Calls a net with given values of its sites, and reads its output."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        site_attributes: list[SiteAttribute],
-        output: Callable[[Any], Any] | None,
-    ) -> None:
+    def __init__(self, net: Any, site_names: list[str], output: Any) -> None:
         super().__init__()
-        self.net = net
-        self.site_attributes = site_attributes
-        self.output = output
+        self.net, self.site_names, self.output = net, site_names, output
 
     def forward(self, x: Any, sites: Any) -> Any:
-        with ExitStack() as stack:
-            for module, attribute, site in self.site_attributes:
-                values = stack.enter_context(site_values(module))
-                values[site_name(module, attribute)] = sites[site]
+        context: Any = site_values(self.net) if self.site_names else nullcontext({})
+        with context as values:
+            values.update({name: sites[name] for name in self.site_names})
             result = self.net(x)
             if self.output is not None:
                 return self.output(result)

@@ -21,7 +21,7 @@ from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier
 from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
 from pyro_structvi.nn.random_module import PASS_HOOKS
 from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
-from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
+from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.sites.finding import find_declared_sites
 from pyro_structvi.structures.student_t import IsotropicStudentT
 
@@ -103,7 +103,7 @@ def to_numpyro(model: Any) -> NumPyroModel:
         4.161
     """
     likelihood = _likelihood_of(model)
-    net = JaxNet(model.net, _site_attributes(model), model.output)
+    net = JaxNet(model.net, _site_names(model), model.output)
     priors = {
         name: _translate_prior(name, found.prior)
         for name, found in find_declared_sites(model).items()
@@ -176,25 +176,20 @@ def _over_targets(distribution: Any) -> Any:
     return distribution.to_event(len(distribution.batch_shape) - 1)
 
 
-def _site_attributes(model: nn.Module) -> list[SiteAttribute]:
-    """Return the attributes that are sites; raise if a prior may depend on other sites."""
+def _site_names(model: nn.Module) -> list[str]:
+    """Return the names of the sites; raise if a prior may depend on other sites."""
     found = []
-    for module in model.modules():
-        if not isinstance(module, PyroModule):
-            continue
+    for module in (each for each in model.modules() if isinstance(each, PyroModule)):
         for attribute, prior in declared_samples(module).items():
             name = declared_name(module, attribute)
-            if isinstance(prior, TiedPrior):
-                site = declared_name(prior.owner, prior.attribute)
-            elif isinstance(prior, (BufferedPrior, torch.distributions.Distribution)):
-                site = name
-            else:
+            if isinstance(prior, (BufferedPrior, torch.distributions.Distribution)):
+                found.append(name)
+            elif not isinstance(prior, TiedPrior):  # the name of another module's site
                 raise NotImplementedError(
                     f"The prior of the site '{name}' is a function of its module, so it may depend "
                     "on other sites, which has no translation to NumPyro. Give it a distribution, "
                     "as `bayesianize(net, prior=...)` does."
                 )
-            found.append((module, attribute, site))
     return found
 
 
