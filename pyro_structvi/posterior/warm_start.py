@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +77,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
         site, q = posterior.site, posterior()
         family = FullCovariance(max_memory, join_bias=site.bias is not None)
         is_full = isinstance(posterior.family, FullCovariance)
-        is_regular = scales_noise(q) and not isinstance(q, PrunedNormal)
-        if is_full or not is_regular or not family.fits(site):
+        if is_full or not _has_dense_noise(q) or not family.fits(site):
             return None
         start = family.init(site, q.mean, 1.0)  # checks the memory
         # W = mean + A e and A' = Q R give A A' = R' R, without rounding squares.
@@ -92,9 +90,11 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
     return _replace(guide, widen, "a Gaussian posterior without a full covariance at some site")
 
 
-def scales_noise(q: Any) -> bool:
-    """Whether a distribution is ``mean + A e`` and defines ``scale_noise``."""
-    return isinstance(q, GaussianWeight) and type(q).scale_noise is not GaussianWeight.scale_noise
+def _has_dense_noise(q: object) -> bool:
+    """Whether a distribution is ``mean + A e`` with a regular covariance."""
+    if isinstance(q, PrunedNormal) or not isinstance(q, GaussianWeight):
+        return False
+    return type(q).scale_noise is not GaussianWeight.scale_noise
 
 
 def _replace(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pyro_structvi._torch import take_apart
 from pyro_structvi.posterior.runs import sample_nodes
-from pyro_structvi.posterior.warm_start import scales_noise
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.weight_distribution import GaussianWeight
@@ -120,7 +119,8 @@ class LogJoint:
             site, q = posterior.site, posterior()
             if not set(site.names) <= latent.keys():
                 continue
-            if scales_noise(q) and not is_mixture:
+            has_factor = getattr(type(q), "scale_noise", None) is not GaussianWeight.scale_noise
+            if isinstance(q, GaussianWeight) and has_factor and not is_mixture:
                 self._sites.append(_of_noise(site, q))
             else:
                 for name in site.names:

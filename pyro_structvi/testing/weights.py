@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, MultivariateNormal, Normal, StudentT, kl_divergence
 
-from pyro_structvi.posterior.warm_start import scales_noise
 from pyro_structvi.testing.contracts import Contract, fresh, is_defined, with_leaves
 from pyro_structvi.testing.noise import UnitDraws, assert_mean, draw_with_noise, unit_draws
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
@@ -101,6 +100,11 @@ class Subject(Contract):
             except AssertionError as error:
                 self.fail(f"{name} have mean and variance", "no significant error", error)
         return None
+
+
+def scales_noise(q: Any) -> bool:
+    """Whether a distribution defines ``scale_noise``."""
+    return isinstance(q, GaussianWeight) and type(q).scale_noise is not GaussianWeight.scale_noise
 
 
 def linear(draw: Callable[..., Tensor]) -> UnitDraws | None:
