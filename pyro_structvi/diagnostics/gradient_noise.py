@@ -1,5 +1,6 @@
 """Signal-to-noise ratios of the gradients of a guide's parameters."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from pyro_structvi._checks import Program, Rule, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer import StructuredELBO
-from pyro_structvi.posterior.prediction import Averages
 from pyro_structvi.sites.finding import buffers_kept, separate_randomness
 
 NumSamples = Annotated[int, Rule("at least 2, for a variance", lambda value: value >= 2)]
@@ -82,7 +82,7 @@ def gradient_snr(
     objective = StructuredELBO() if objective is None else objective
     trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
-    def gradient() -> Tensor:
+    def gradients() -> dict[str, Tensor]:
         terms = objective.terms(model, guide, *args, **kwargs)
         loss = -terms.weighted(objective.current_kl_weight)
         if not trained or not loss.requires_grad:
@@ -91,16 +91,25 @@ def gradient_snr(
             )
         values = [*trained.values()]
         found = torch.autograd.grad(loss, values, allow_unused=True, materialize_grads=True)
-        return torch.cat([each.double().flatten() for each in found])
+        return {name: each.double() for name, each in zip(trained, found, strict=True)}
 
-    averages = Averages()
     with ONE_THREAD, separate_randomness(), torch.enable_grad(), buffers_kept(model):
-        for _ in range(num_samples):
-            averages.add({"mean": gradient().unsqueeze(0)})
-    signal, variance = averages.averages["mean"].square(), averages.squares / (num_samples - 1)
-    sizes = [value.numel() for value in trained.values()]
-    parts = zip(trained, signal.split(sizes), variance.split(sizes), strict=True)
-    return {name: _summary(own, spread, num_samples) for name, own, spread in parts}
+        mean, variance = _moments(gradients, num_samples)
+    return {name: _summary(mean[name].square(), variance[name], num_samples) for name in mean}
+
+
+def _moments(
+    draw: Callable[[], Mapping[str, Tensor]], count: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return mean and unbiased variance of each element, one draw at a time (Welford, 1962)."""
+    mean = {**draw()}
+    squares = {name: torch.zeros_like(value) for name, value in mean.items()}
+    for number in range(2, count + 1):
+        for name, value in draw().items():
+            change = value - mean[name]
+            mean[name] = mean[name] + change / number
+            squares[name] += change * (value - mean[name])
+    return mean, {name: each / (count - 1) for name, each in squares.items()}
 
 
 def _summary(signal: Tensor, variance: Tensor, count: int) -> GradientNoise:

@@ -11,8 +11,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.diagnostics import compress_scales, expected_coverage, gradient_snr, spectra
-from pyro_structvi.diagnostics.gradient_noise import _summary
-from pyro_structvi.posterior.prediction import Averages
+from pyro_structvi.diagnostics.gradient_noise import _moments, _summary
 from pyro_structvi.sites.finding import separate_randomness
 from tests.conjugate import SITE, make_model
 from tests.models import make_regressor, regression_data
@@ -62,13 +61,11 @@ def test_a_schedule_is_read_at_its_present_step_and_stays_there():
 
 def test_moments_and_ratios_by_their_definitions():
     draws = torch.randn(7, 3, 2) * torch.tensor([1.0, 5.0]) + 10
-    averages = Averages()
-    for draw in draws:
-        averages.add({"mean": draw.unsqueeze(0)})
-    mean, variance = averages.averages["mean"], averages.squares / 6
-    torch.testing.assert_close(mean, draws.mean(0), rtol=1e-12, atol=0)
-    torch.testing.assert_close(variance, draws.var(0), rtol=1e-12, atol=0)
-    noise = _summary(mean.square(), variance, 7)
+    rows = iter(draws)
+    mean, variance = _moments(lambda: {"a": next(rows)}, 7)
+    torch.testing.assert_close(mean["a"], draws.mean(0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(variance["a"], draws.var(0), rtol=1e-12, atol=0)
+    noise = _summary(mean["a"].square(), variance["a"], 7)
     ratio = draws.mean(0).square() / draws.var(0)
     assert noise.snr == pytest.approx(float(ratio.mean()), rel=1e-12)
     assert noise.median_snr == pytest.approx(float(ratio.median()), rel=1e-12)
