@@ -112,7 +112,7 @@ class Chains:
 
     def transition(self) -> dict[str, Tensor]:
         """Take a trajectory and accept or reject it (Metropolis-Hastings)."""
-        start = self.position, self.log_density, self._gradient
+        position, log_density, gradient = self.position, self.log_density, self._gradient
         self._velocity = normalize(torch.randn_like(self.position), dim=-1)
         mean = max(1, round(self.length / float(self.step_size.median())))
         change = torch.zeros_like(self.log_density)
@@ -122,12 +122,10 @@ class Chains:
             change, has_moved = change + own, has_moved & moved
         rate = torch.where(has_moved, (-change).clamp_max(0.0).exp(), 0.0)
         accepted = torch.rand_like(rate) < rate
-        self.position, self.log_density, self._gradient = (
-            torch.where(accepted.reshape(-1, *[1] * (new.dim() - 1)), new, old)
-            for new, old in zip(
-                (self.position, self.log_density, self._gradient), start, strict=True
-            )
-        )
+        each = accepted.unsqueeze(-1)
+        self.position = torch.where(each, self.position, position)
+        self._gradient = torch.where(each, self._gradient, gradient)
+        self.log_density = torch.where(accepted, self.log_density, log_density)
         self.num_steps += 1
         self.num_moved = self.num_moved + has_moved
         return {"energy_change": change, "acceptance_rate": rate, "diverging": ~has_moved}
