@@ -1,17 +1,13 @@
 """Predictions with draws of a posterior: mixtures of the likelihoods at the draws."""
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import getattr_static
-from operator import attrgetter
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, OneHotCategorical
-from torch.distributions.utils import lazy_property
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, Rule, checked, shape_text
@@ -27,7 +23,13 @@ from pyro_structvi.posterior.passes import (
 )
 from pyro_structvi.posterior.quantiles import mixture_quantile
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
-from pyro_structvi.weights.torch_distributions import base_of, in_single, moments_of, tensors_of
+from pyro_structvi.weights.torch_distributions import (
+    base_of,
+    in_single,
+    map_tensors,
+    moments_of,
+    tensors_of,
+)
 
 Level = Annotated[float, Rule("strictly between 0 and 1", lambda value: 0 < value < 1)]
 
@@ -364,55 +366,37 @@ class Averages:
 
 
 class _StackedLikelihood:
-    """Stacks the likelihoods of single draws, by paths of their tensors."""
+    """Stacks the likelihoods of single draws, by the places of their tensors."""
 
     def __init__(self, likelihood: Any) -> None:
-        found: dict[int, tuple[str, Tensor]] = {}
-
-        def keep(path: str, value: Tensor) -> Tensor:
-            found[id(value)] = path, value
-            return value
-
-        self.template = template = _with_tensors(likelihood, keep)
-        batch = template.batch_shape
-        fits = all(value.shape[: len(batch)] == batch for _, value in found.values())
-        can_stack = bool(tensors_of(template)) and bool(batch) and fits
-        self.paths = {key: path for key, (path, _) in found.items() if can_stack}
+        self.template = likelihood
+        tensors, batch = tensors_of(likelihood), likelihood.batch_shape
+        fits = bool(batch) and all(value.shape[: len(batch)] == batch for value in tensors)
+        places = reversed([*enumerate(tensors)] if fits else [])
+        self.places = {id(value): place for place, value in places}  # the first of each tensor
 
     def take_apart(self, likelihood: Any) -> dict[str, Tensor]:
         """Return the tensors of a likelihood; none if likelihoods cannot be stacked."""
-        return {f"likelihood.{path}": attrgetter(path)(likelihood) for path in self.paths.values()}
+        tensors = tensors_of(likelihood)
+        return {f"likelihood.{place}": tensors[place] for place in self.places.values()}
 
     def put_together(self, tensors: dict[str, Tensor]) -> Any:
         """Return stacked likelihoods, given tensors ``(draws, N, ...)``; None if they cannot be."""
-        if not self.paths:
+        if not self.places:
             return None
-        new = {key: tensors[f"likelihood.{path}"] for key, path in self.paths.items()}
-        shape = next(iter(new.values())).shape[:2]
-        return _with_tensors(self.template, lambda path, old: new[id(old)], shape)
+        new = {key: tensors[f"likelihood.{place}"] for key, place in self.places.items()}
+        stacked = map_tensors(self.template, lambda old: new[id(old)])
+        _set_batch_shape(stacked, next(iter(new.values())).shape[:2])
+        return stacked
 
 
-def _with_tensors(
-    distribution: Any, change: Callable[[str, Tensor], Tensor], shape: Any = (), prefix: str = ""
-) -> Any:
-    """Return a copy with tensors changed by their paths, and a shape in place of the first dimension.
-
-    It has no lazy properties, such as probabilities computed from logits.
-    """
-    new = copy.copy(distribution)
-    kind, members = type(distribution), vars(distribution)
-    lazy = {name for name in members if isinstance(getattr_static(kind, name, None), lazy_property)}
-    given = {id(value) for name, value in members.items() if name not in lazy}
-    for name, value in members.items():
-        if name in lazy and id(value) not in given:
-            vars(new).pop(name)
-        elif isinstance(value, Tensor):
-            vars(new)[name] = change(prefix + name, value)
-        elif isinstance(value, Distribution):
-            vars(new)[name] = _with_tensors(value, change, shape, f"{prefix}{name}.")
-    if shape and new.batch_shape:
-        new._batch_shape = shape + new.batch_shape[1:]
-    return new
+def _set_batch_shape(distribution: Any, shape: torch.Size) -> None:
+    """Put a shape in place of the first batch dimension, in place and in all contained distributions."""
+    if distribution.batch_shape:
+        distribution._batch_shape = shape + distribution.batch_shape[1:]
+    for value in vars(distribution).values():
+        if isinstance(value, Distribution):
+            _set_batch_shape(value, shape)
 
 
 def class_probabilities(base: Any) -> Tensor | None:

@@ -17,11 +17,27 @@ from torch.distributions import (
     biject_to,
 )
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import ReshapeTransform
+from torch.distributions.transforms import (
+    AbsTransform,
+    ExpTransform,
+    ReshapeTransform,
+    SigmoidTransform,
+    SoftplusTransform,
+    TanhTransform,
+)
+from torch.distributions.utils import lazy_property
 
 from pyro_structvi.linalg.matrices import at_least_single, is_half
 
 DRAWS = 99
+WITHOUT_TENSORS = (  # transforms, also of the log-normal and half-normal distributions
+    AbsTransform,
+    ExpTransform,
+    ReshapeTransform,
+    SigmoidTransform,
+    SoftplusTransform,
+    TanhTransform,
+)
 
 
 def base_of(distribution: Any) -> Any:
@@ -44,7 +60,7 @@ def moments_of(distribution: Distribution) -> tuple[Tensor, Tensor]:
 def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Replace the tensors of a distribution and of the distributions it contains.
 
-    The result is a copy without cached properties, or the distribution itself if no tensor changes.
+    The result is a copy without computed properties, or the distribution itself if no tensor changes.
     """
 
     def changed(value: Any) -> Any:
@@ -52,9 +68,8 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return change(value)
         return map_tensors(value, change) if isinstance(value, Distribution) else value
 
-    kind: Any = type(distribution)
-    cached = _cached_names(kind)
-    old = {name: value for name, value in vars(distribution).items() if name not in cached}
+    computed = _computed_names(distribution)
+    old = {name: value for name, value in vars(distribution).items() if name not in computed}
     attributes = {name: changed(value) for name, value in old.items()}
     if all(attributes[name] is value for name, value in old.items()):
         return distribution
@@ -72,10 +87,28 @@ def skip_validation(distribution: Any) -> None:
             skip_validation(value)
 
 
+def _computed_names(distribution: Any) -> set[str]:
+    """Return the attributes that were computed from others, such as probabilities from logits."""
+    members: dict[str, Any] = vars(distribution)
+    kind: Any = type(distribution)
+    lazy, cached = _property_names(kind)
+    found = {name: value for name, value in members.items() if name in lazy}
+    others = [value for name, value in members.items() if name not in lazy | cached]
+    given = {id(value) for value in others if isinstance(value, Tensor)}
+    # A distribution keeps an argument under another name, too, or has nothing but this argument.
+    arguments = {name for name, value in found.items() if id(value) in given}
+    return members.keys() & cached | found.keys() - (arguments if given else {*[*found][:1]})
+
+
 @cache
-def _cached_names(kind: type) -> frozenset[str]:
-    pairs = (pair for base in kind.__mro__ for pair in vars(base).items())
-    return frozenset(name for name, value in pairs if isinstance(value, cached_property))
+def _property_names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of lazy properties of torch, and of cached ones."""
+    pairs = [pair for base in kind.__mro__ for pair in vars(base).items()]
+    lazy, cached = (
+        frozenset(name for name, value in pairs if isinstance(value, own))
+        for own in (lazy_property, cached_property)
+    )
+    return lazy, cached
 
 
 def tensors_of(distribution: Any) -> list[Tensor]:
@@ -85,7 +118,7 @@ def tensors_of(distribution: Any) -> list[Tensor]:
     def is_plain(value: Any) -> bool:
         if isinstance(value, Distribution):
             return all(map(is_plain, vars(value).values()))
-        plain = (Tensor, Number, str, type(None), torch.Size, Constraint, ReshapeTransform)
+        plain = (Tensor, Number, str, type(None), torch.Size, Constraint, *WITHOUT_TENSORS)
         return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, plain)
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
 """Quantiles of mixtures."""
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions import StudentT
 from scipy.optimize import brentq
 from scipy.stats import t
 
+import pyro_structvi as ps
 from pyro_structvi.posterior.quantiles import mixture_quantile, student_t_cdf
 
 LEVELS = torch.tensor([1e-3, 0.05, 0.5, 0.9, 0.9999])
@@ -40,3 +43,31 @@ def test_other_degrees_of_freedom_have_quantiles_of_samples(df):
     torch.manual_seed(0)
     found = mixture_quantile(StudentT(df, torch.zeros(4, 1), 1.0), torch.tensor([0.5]))
     assert np.abs(found.item()) < 0.15
+
+
+def predict_of(noise, y):
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", noise(x @ weight), obs=y)
+
+    x, guide = torch.randn(5, 3), ps.MeanFieldGuide(model, init_scale=0.5)
+    guide.initialize(x, y)
+    torch.manual_seed(0)
+    return ps.predict(model, guide, x, num_samples=7)
+
+
+def test_log_normal_observations_are_exponentials_of_normal_ones():
+    torch.manual_seed(1)
+    normal = predict_of(lambda mean: dist.Normal(mean, 0.3), torch.zeros(5))
+    torch.manual_seed(1)
+    found = predict_of(lambda mean: dist.LogNormal(mean, 0.3), torch.ones(5))
+    torch.testing.assert_close(found.quantile(0.2), normal.quantile(0.2).exp(), rtol=1e-9, atol=0)
+    assert found.sample_observations(2).shape == (14, 5)
+
+
+def test_a_count_without_a_distribution_function_has_quantiles_of_samples():
+    """Geometric keeps its logits under no other name, and computes probabilities from them."""
+    found = predict_of(lambda mean: dist.Geometric(logits=mean), torch.ones(5))
+    assert found.likelihood.logits.shape == (7, 5)
+    assert (found.quantile(0.9) >= found.quantile(0.1)).all()
