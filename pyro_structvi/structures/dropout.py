@@ -16,7 +16,7 @@ from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size
-from pyro_structvi.weights.outputs import OutputDistribution, bias_columns, draw_shared_bias
+from pyro_structvi.weights.outputs import OutputDistribution, with_bias
 from pyro_structvi.weights.site_distributions import (
     JoinedPrior,
     PointMass,
@@ -178,7 +178,7 @@ class BernoulliDropout(WeightDistribution):
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> "_DropoutOutputs":
+    ) -> TorchDistribution:
         """Return the outputs, exact over positions; a ``ValueError`` if the map has other inputs."""
         if "outputs" not in self.ways_to_apply(linear_map, x):
             raise ValueError(
@@ -187,22 +187,18 @@ class BernoulliDropout(WeightDistribution):
                 f"has {x.shape[linear_map.channel_dim]} inputs in {linear_map.groups} groups. Apply a "
                 "draw of the weight, from `rsample()`."
             )
-        return _DropoutOutputs(self, linear_map, x, *bias_moments(bias))
+        bias_loc, bias_variance = bias_moments(bias)
+        outputs = _DropoutOutputs(self, linear_map, x, bias_loc)
+        return with_bias(outputs, linear_map, bias_variance, is_shared=True)
 
 
 class _DropoutOutputs(OutputDistribution):
     """The outputs of a map with dropped input channels, independently for each example."""
 
     def __init__(
-        self,
-        weight: BernoulliDropout,
-        linear_map: LinearMap,
-        x: Tensor,
-        bias_loc: Tensor | None,
-        bias_variance: Tensor | None,
+        self, weight: BernoulliDropout, linear_map: LinearMap, x: Tensor, bias_loc: Tensor | None
     ) -> None:
-        self._weight, self._map, self._x = weight, linear_map, x
-        self._bias_loc, self._bias_variance = bias_loc, bias_variance
+        self._weight, self._map, self._x, self._bias_loc = weight, linear_map, x, bias_loc
         self._set_shapes(x.shape[: x.dim() - linear_map.event_dim(x)], event_dim=0)
 
     @property
@@ -225,10 +221,7 @@ class _DropoutOutputs(OutputDistribution):
         masks = _masks(shape_per_example(self._map, x, channels), self._weight.rate, x)
         groups = [1 for _ in masks.shape]
         groups[self._map.channel_dim] = self._map.groups // self._weight.groups
-        outputs = self._apply(x * masks.repeat(groups))
-        if self._bias_variance is None:
-            return outputs
-        return outputs + draw_shared_bias(self._map, self._bias_variance, x)
+        return self._apply(x * masks.repeat(groups))
 
     @property
     def _columns(self) -> Tensor:
@@ -239,13 +232,7 @@ class _DropoutOutputs(OutputDistribution):
         of = torch.arange(x.shape[dim], device=x.device) % channels
         of = of.reshape(-1, *(1 for _ in range(-dim - 1)))
         each = [self._map(x * (of == channel), matrix) for channel in range(channels)]
-        columns = math.sqrt(self._weight._odds) * torch.stack(each)
-        if self._bias_variance is None:
-            return columns
-        biases = bias_columns(self._map, self._bias_variance, self.event_shape)
-        batch = [1 for _ in self.batch_shape]
-        biases = biases.reshape(len(biases), *batch, *self.event_shape)
-        return torch.cat([columns, biases.expand(-1, *self.batch_shape, *self.event_shape)])
+        return math.sqrt(self._weight._odds) * torch.stack(each)
 
     @property
     def variance(self) -> Tensor:

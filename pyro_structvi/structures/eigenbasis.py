@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Unpack
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -18,7 +19,7 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import unit_of_row
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument, orthogonal
-from pyro_structvi.weights.outputs import MixedOutputs
+from pyro_structvi.weights.outputs import MixedOutputs, with_bias
 from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
@@ -109,12 +110,13 @@ class EigenbasisNormal(GaussianWeight):
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> MixedOutputs:
+    ) -> TorchDistribution:
         """Return normals that are correlated over channels, and independent over positions."""
         rotated = linear_map.bank(x, self.column_basis.mT).to(self.loc.dtype)
         variance = linear_map.mix(rotated.square(), self.scale.square())
         scales = floored_sqrt(variance).movedim(linear_map.channel_dim, -1)
-        return MixedOutputs(linear_map, mean, scales, self.row_basis, bias_variance)
+        outputs = MixedOutputs(linear_map, mean, scales, self.row_basis)
+        return with_bias(outputs, linear_map, bias_variance)
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "EigenbasisNormal | None":

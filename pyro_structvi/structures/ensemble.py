@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -14,12 +15,7 @@ from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple
 from pyro_structvi.weights.arguments import as_size, check_parameters
-from pyro_structvi.weights.outputs import (
-    OutputDistribution,
-    bias_columns,
-    draw_shared_bias,
-    meet_channels,
-)
+from pyro_structvi.weights.outputs import meet_channels, with_bias
 from pyro_structvi.weights.site_distributions import PointMass, quantiles
 from pyro_structvi.weights.weight_distribution import WeightDistribution, bias_moments
 
@@ -101,7 +97,7 @@ class PointMixture(WeightDistribution):
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> "_MixtureOutputs":
+    ) -> TorchDistribution:
         """Return a mixture of the K outputs of each example, exact over positions."""
         linear_map = self.map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
@@ -109,45 +105,12 @@ class PointMixture(WeightDistribution):
         images = linear_map.stack(x, self.members.reshape(*self.batch_shape, count, out, -1))
         if bias_loc is not None:
             images = images + meet_channels(linear_map, bias_loc)
-        return _MixtureOutputs(linear_map, x, images, bias_variance)
+        outputs = PointMixture(images, linear_map.event_dim(images.flatten(0, 1)), False)
+        return with_bias(outputs, linear_map, bias_variance, is_shared=True)
 
     @property
     def _member_dim(self) -> int:
         return -len(self.event_shape) - 1
-
-
-class _MixtureOutputs(OutputDistribution):
-    """A mixture of K outputs for each example, plus the noise of an independent bias."""
-
-    def __init__(
-        self, linear_map: LinearMap, x: Tensor, images: Tensor, bias_variance: Tensor | None
-    ) -> None:
-        event_dim = linear_map.event_dim(images.flatten(0, 1))
-        self._points = PointMixture(images, event_dim, validate_args=False)
-        super().__init__(self._points.loc, event_dim)
-        self._map, self._x, self._bias_variance = linear_map, x, bias_variance
-
-    @property
-    def variance(self) -> Tensor:
-        variance = self._points.variance
-        if self._bias_variance is None:
-            return variance
-        return variance + meet_channels(self._map, self._bias_variance)
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        covariance = self._points.covariance_matrix
-        if self._bias_variance is None:
-            return covariance
-        biases = bias_columns(self._map, self._bias_variance, self.event_shape).flatten(1)
-        return covariance + biases.mT @ biases
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        draws = self._points.rsample(sample_shape)
-        if self._bias_variance is None:
-            return draws
-        x = self._x.expand(*torch.Size(sample_shape), *self._x.shape)
-        return draws + draw_shared_bias(self._map, self._bias_variance, x)
 
 
 @quantiles.register

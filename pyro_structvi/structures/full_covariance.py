@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Unpack
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi.linalg.matrices import floored_sqrt, kronecker, solve_lower, standard_normal
+from pyro_structvi.linalg.matrices import solve_lower, standard_normal
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
@@ -20,7 +21,7 @@ from pyro_structvi.sites.parameterization import (
 )
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.outputs import GaussianOutputs
+from pyro_structvi.weights.outputs import GaussianOutputs, with_bias
 from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
@@ -87,24 +88,18 @@ class FullNormal(GaussianWeight):
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> GaussianOutputs:
+    ) -> TorchDistribution:
         """Return outputs of a dense map, without a density for more positions than inputs."""
-        return _FullOutputs(self, x, mean, linear_map.event_dim(mean), bias_variance)
+        outputs = _FullOutputs(self, x, mean, linear_map.event_dim(mean))
+        return with_bias(outputs, linear_map, bias_variance, is_shared=True)
 
 
 class _FullOutputs(GaussianOutputs):
     """Outputs under a full covariance, drawn by one weight for each example."""
 
-    def __init__(
-        self,
-        weight: FullNormal,
-        x: Tensor,
-        loc: Tensor,
-        event_dim: int,
-        bias_variance: Tensor | None,
-    ) -> None:
+    def __init__(self, weight: FullNormal, x: Tensor, loc: Tensor, event_dim: int) -> None:
         super().__init__(loc, event_dim)
-        self._weight, self._bias_variance = weight, bias_variance
+        self._weight = weight
         self._x = x.unsqueeze(-2) if event_dim == 1 else x.flatten(-event_dim, -2)
 
     @property
@@ -117,19 +112,12 @@ class _FullOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        variance = self._columns.square().sum(-3)
-        if self._bias_variance is not None:
-            variance = variance + self._bias_variance.unsqueeze(-2)
-        return variance.reshape(self.loc.shape)
+        return self._columns.square().sum(-3).reshape(self.loc.shape)
 
     @property
     def covariance_matrix(self) -> Tensor:
         columns = self._columns.flatten(-2)
-        covariance = columns.mT @ columns
-        if self._bias_variance is not None:
-            positions = torch.ones(2 * self._x.shape[-2:-1]).to(covariance)
-            covariance = covariance + kronecker(positions, torch.diag_embed(self._bias_variance))
-        return covariance
+        return columns.mT @ columns
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         lead = torch.Size(sample_shape) + self.batch_shape
@@ -139,9 +127,6 @@ class _FullOutputs(GaussianOutputs):
             outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
         else:  # without a gradient, or if the outputs determine the noise
             outputs = self._x @ self._weight.as_matrix(self._weight.scale_noise(noise)).mT
-        if self._bias_variance is not None:
-            noise = torch.randn_like(outputs[..., :1, :])
-            outputs = outputs + noise * floored_sqrt(self._bias_variance).unsqueeze(-2)
         draws: Tensor = self.loc + outputs.reshape(*lead, *self.event_shape)
         return draws
 

@@ -108,40 +108,28 @@ class NormalOutputs(GaussianOutputs):
 
 
 class MixedOutputs(GaussianOutputs):
-    """Normals ``loc + F (scales * e) + b`` over channels, independent over positions.
+    """Normals ``loc + F (scales * e)`` over channels, independent over positions.
 
     ``scales`` have channels last, ``(*batch, *positions, out)`` or ``(..., 1)``; the matrix F is
-    ``(*batch, out, out)``, and ``bias_variance (out,)`` the variances of b, or None.
+    ``(*batch, out, out)``.
     """
 
-    def __init__(
-        self,
-        linear_map: LinearMap,
-        loc: Tensor,
-        scales: Tensor,
-        factor: Tensor,
-        bias_variance: Tensor | None,
-    ) -> None:
+    def __init__(self, linear_map: LinearMap, loc: Tensor, scales: Tensor, factor: Tensor) -> None:
         super().__init__(loc, linear_map.event_dim(loc))
         self._channel_dim = linear_map.channel_dim
-        self._scales, self._factor, self._bias_variance = scales, factor, bias_variance
+        self._scales, self._factor = scales, factor
 
     @property
     def variance(self) -> Tensor:
         squares = self._factor.square()
         if self._scales.shape[-1] == 1:
             squares = squares.sum(-1, keepdim=True)
-        variance = DenseMap()(self._scales.square(), squares)
-        if self._bias_variance is not None:
-            variance = variance + self._bias_variance
-        return variance.movedim(-1, self._channel_dim)
+        return DenseMap()(self._scales.square(), squares).movedim(-1, self._channel_dim)
 
     @property
     def covariance_matrix(self) -> Tensor:
         scaled = self._factor * self._scales.unsqueeze(-2)
         blocks = scaled @ scaled.mT
-        if self._bias_variance is not None:
-            blocks = blocks + torch.diag_embed(self._bias_variance)
         blocks = blocks.reshape(*self.batch_shape, -1, *blocks.shape[-2:])
         identity = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
         order = "piqj" if self._channel_dim == -1 else "ipjq"
@@ -153,32 +141,73 @@ class MixedOutputs(GaussianOutputs):
         channels_last.append(channels_last.pop(self._channel_dim))
         noise = self._scales * standard_normal(channels_last, self.loc)
         draws = DenseMap()(noise.to(self._factor.dtype), self._factor)
-        if self._bias_variance is not None:
-            scale = floored_sqrt(self._bias_variance)
-            draws = torch.addcmul(draws, standard_normal(channels_last, self.loc), scale)
         return self.loc + draws.movedim(-1, self._channel_dim)
+
+
+class _WithBias(GaussianOutputs):
+    """Outputs plus the noise of a bias with independent elements, for each example or each position."""
+
+    def __init__(
+        self, outputs: Any, linear_map: LinearMap, bias_variance: Tensor, is_shared: bool
+    ) -> None:
+        self._outputs, self._is_shared = outputs, is_shared
+        self._bias_variance = meet_channels(linear_map, bias_variance)
+        event_dim = len(outputs.event_shape)
+        self._set_shapes(outputs.batch_shape + outputs.event_shape, event_dim)
+
+    @property
+    def loc(self) -> Tensor:  # type: ignore[override]
+        mean: Tensor = self._outputs.mean
+        return mean
+
+    @property
+    def variance(self) -> Tensor:
+        variance: Tensor = self._outputs.variance
+        return variance + self._bias_variance
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        noise = torch.arange(self._noise_shape.numel(), device=self._bias_variance.device)
+        noise = noise.reshape(self._noise_shape).expand(self.event_shape).flatten()
+        variances = self._bias_variance.expand(self.event_shape).flatten()
+        covariance: Tensor = self._outputs.covariance_matrix
+        return covariance + (noise == noise.unsqueeze(-1)) * variances
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        draws: Tensor = self._outputs.rsample(sample_shape)
+        examples = draws.shape[: draws.dim() - len(self.event_shape)]
+        noise = standard_normal(examples + self._noise_shape, draws)
+        return torch.addcmul(draws, noise, floored_sqrt(self._bias_variance))
+
+    @property
+    def _noise_shape(self) -> torch.Size:
+        own = self._bias_variance.shape
+        shared = [1 for _ in range(len(self.event_shape) - len(own))]
+        return torch.Size([*shared, *own]) if self._is_shared else self.event_shape
+
+    @property
+    def _dense(self) -> MultivariateNormal:
+        if not isinstance(self._outputs, GaussianOutputs):
+            raise NotImplementedError
+        return super()._dense
+
+
+def with_bias(
+    outputs: Any, linear_map: LinearMap, bias_variance: Tensor | None, is_shared: bool = False
+) -> Any:
+    """Return outputs with the noise of a bias with the variances ``(out,)``; as they are for None.
+
+    The noise is the same at all positions of an example if it is shared, else independent.
+    """
+    if bias_variance is None:
+        return outputs
+    return _WithBias(outputs, linear_map, bias_variance, is_shared)
 
 
 def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
     """Reshape numbers ``(*batch, out)`` to broadcast to the outputs."""
     space = [1 for _ in range(-linear_map.channel_dim - 1)]
     return values.reshape(*values.shape, *space)
-
-
-def bias_columns(linear_map: LinearMap, bias_variance: Tensor, event_shape: torch.Size) -> Tensor:
-    """Return vectors ``(out, *event_shape)`` whose outer products add up to the covariance of a bias."""
-    scales = torch.diag(bias_variance.sqrt())
-    before = [1 for _ in range(len(event_shape) + linear_map.channel_dim)]
-    columns = meet_channels(linear_map, scales).reshape(
-        len(scales), *before, *meet_channels(linear_map, bias_variance).shape
-    )
-    return columns.expand(-1, *event_shape)
-
-
-def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) -> Tensor:
-    """Sample the noise of a bias once for each example, in a shape that broadcasts over positions."""
-    shape = shape_per_example(linear_map, x, len(bias_variance))
-    return meet_channels(linear_map, floored_sqrt(bias_variance)) * standard_normal(shape, x)
 
 
 def dense_output_variance(out: int, covariance: Tensor, linear_map: LinearMap, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -37,6 +38,7 @@ from pyro_structvi.structures.inducing.outputs import (
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import as_expanded, as_size
+from pyro_structvi.weights.outputs import with_bias
 from pyro_structvi.weights.weight_distribution import (
     FactoredWeight,
     GaussianWeight,
@@ -390,10 +392,11 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
-    ) -> MatheronOutputs:
+    ) -> TorchDistribution:
         """Return outputs whose positions share inducing weights and have independent noise."""
-        linear_map, moments = self.map_for_batch(linear_map), bias_moments(bias)
-        return MatheronOutputs(self.bases, self.inducing, linear_map, x, *moments)
+        linear_map, (bias_loc, bias_variance) = self.map_for_batch(linear_map), bias_moments(bias)
+        outputs = MatheronOutputs(self.bases, self.inducing, linear_map, x, bias_loc)
+        return with_bias(outputs, linear_map, bias_variance)
 
 
 class ConditionalNormal(AugmentedNormal):

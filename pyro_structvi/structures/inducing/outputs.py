@@ -16,7 +16,7 @@ from pyro_structvi.linalg.matrices import (
     standard_normal,
 )
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
-from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
+from pyro_structvi.weights.outputs import GaussianOutputs
 from pyro_structvi.weights.weight_distribution import IndependentWeight, WeightDistribution
 
 
@@ -200,10 +200,9 @@ class MatheronOutputs(GaussianOutputs):
         linear_map: LinearMap,
         x: Tensor,
         bias_loc: Tensor | None,
-        bias_variance: Tensor | None,
     ) -> None:
         self._bases, self._inducing, self._map = bases, inducing, linear_map
-        self._bias_loc, self._bias_variance = bias_loc, bias_variance
+        self._bias_loc = bias_loc
         self._hidden = linear_map.bank(x, bases.columns)
         squared = linear_map.squared_norm(x, linear_map.groups)
         self._squared = bases.squared_norm(linear_map, x, squared)
@@ -231,9 +230,6 @@ class MatheronOutputs(GaussianOutputs):
         inner = torch.addcmul(inner, scale * known, seen, value=-1)
         outputs = mix(inner, rows.mT, self._bias_loc)
         outputs = torch.addcmul(outputs, scale * length, noise)
-        if self._bias_variance is not None:
-            spread = meet_channels(self._map, floored_sqrt(self._bias_variance))
-            outputs = torch.addcmul(outputs, spread, torch.randn_like(outputs))
         return outputs.to(noise.dtype).reshape(self._extended_shape(sample))
 
     def _with_channels(self, hidden: Tensor, channels: int) -> torch.Size:
@@ -268,8 +264,6 @@ class MatheronOutputs(GaussianOutputs):
     def variance(self) -> Tensor:
         hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
         variance = self._bases.variance(self._inducing, hidden, squared)
-        if self._bias_variance is not None:
-            variance = variance + self._bias_variance
         native = variance if self._map.channel_dim == -1 else variance.mT
         return native.reshape(self._extended_shape())
 
@@ -278,8 +272,6 @@ class MatheronOutputs(GaussianOutputs):
         hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
         gain = torch.einsum("...ai,...pb->...piab", self._bases.rows, hidden).flatten(-2)
         own = (self._bases.squared_scale * squared).expand(gain.shape[:-1])
-        if self._bias_variance is not None:
-            own = own + self._bias_variance
         seen = self._bases.squared_scale.unsqueeze(-1) * (gain @ gain.mT)
         noise = torch.diag_embed(own) - seen
         positions = torch.eye(hidden.shape[-2], dtype=hidden.dtype, device=hidden.device)
