@@ -134,15 +134,32 @@ class ConvolutionMap(LinearMap):
         images: Tensor = flat.unflatten(channel, (self.groups, count, out // self.groups))
         return images.transpose(channel, channel + 1).flatten(channel + 1, channel + 2)
 
-    def _apply_to_scaled(
-        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        onto: Tensor,
+        biases: Tensor | None = None,
     ) -> Tensor:
-        channel = x.dim() + self.channel_dim
+        """Scale inputs instead of outputs where these are larger, as of a layer with few channels."""
+        if not self._scales_inputs(x, matrices, onto):
+            return super().combine(x, coefficients, matrices, onto, biases)
+        batch, channel = coefficients.shape[:-1], x.dim() + self.channel_dim
         grouped = x.unflatten(channel, (self.groups, 1, -1))
-        spread = factors.reshape(*factors.shape[:-1], 1, -1, 1, *self._ones)
+        spread = coefficients.reshape(*batch, 1, -1, 1, *self._ones)
         inputs = (spread * grouped).flatten(channel, channel + 2)
         filters = matrices.transpose(0, 1).reshape(matrices.shape[1], -1, *self.kernel_shape[1:])
-        return onto + self._convolve(inputs, filters, None)
+        total = onto + self._convolve(inputs, filters, None)
+        if biases is None:
+            return total
+        return total + (coefficients @ biases).reshape(*batch, -1, *self._ones)
+
+    @staticmethod
+    def _scales_inputs(x: Tensor, matrices: Tensor, outputs: Tensor) -> bool:
+        """Whether scaled inputs and rearranged matrices are smaller than scaled outputs."""
+        rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
+        return x.numel() + rearranged < outputs.numel()
 
     def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
         """Return the map with a bias column; padding would add zeros to a channel of ones."""

@@ -82,14 +82,8 @@ class LinearMap(ABC):
     ) -> Tensor:
         """Add to a tensor the outputs of K weights times ``coefficients (*batch, K)`` of each example.
 
-        Weights and biases are as in :meth:`stack`. The coefficients multiply inputs or outputs,
-        depending on their size.
+        Weights and biases are as in :meth:`stack`.
         """
-        if matrices.dim() == 3 and self._scales_inputs(x, matrices, onto):
-            if biases is not None:
-                shape = shape_per_example(self, onto, biases.shape[-1])
-                onto = onto + (coefficients @ biases).reshape(shape)
-            return self._apply_to_scaled(x, coefficients, matrices, onto)
         images = self.stack(x, matrices, biases)
         batch, count = coefficients.shape[:-1].numel(), coefficients.shape[-1]
         size = images.shape[coefficients.dim() :].numel()
@@ -111,18 +105,6 @@ class LinearMap(ABC):
     @abstractmethod
     def has_positions(self, x: Tensor) -> bool:
         """Return whether an example may have more than one position."""
-
-    @staticmethod
-    def _scales_inputs(x: Tensor, matrices: Tensor, outputs: Tensor) -> bool:
-        """Whether scaled inputs and rearranged matrices are smaller than scaled outputs."""
-        rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
-        return x.numel() + rearranged < outputs.numel()
-
-    def _apply_to_scaled(
-        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
-    ) -> Tensor:
-        """Return :meth:`combine` without biases, by one map of all scaled inputs."""
-        raise NotImplementedError
 
 
 class FactoredDraw(Protocol):
@@ -188,16 +170,6 @@ class DenseMap(LinearMap):
         flat = self(x, matrices.flatten(-3, -2), None if biases is None else biases.flatten(-2))
         images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
         return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
-
-    def _apply_to_scaled(
-        self, x: Tensor, factors: Tensor, matrices: Tensor, onto: Tensor
-    ) -> Tensor:
-        count = len(matrices)
-        spread = factors.reshape(*shape_per_example(self, x, count), 1)
-        rows = (spread * x.unsqueeze(-2)).reshape(-1, count * x.shape[-1])
-        matrix = matrices.transpose(0, 1).flatten(1)
-        total = torch.addmm(onto.reshape(len(rows), -1), rows, matrix.mT)
-        return total.reshape(onto.shape)
 
     def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
         return self, torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)

@@ -213,8 +213,8 @@ def test_stacked_weights_are_each(subject):
 
 @pytest.mark.parametrize("scales_inputs", [False, True])
 def test_combined_weights_are_a_sum(subject, scales_inputs, monkeypatch):
-    """Either way, whatever the sizes are."""
-    monkeypatch.setattr(LinearMap, "_scales_inputs", lambda *sizes: scales_inputs)
+    """Either way of a convolution, whatever the sizes are."""
+    monkeypatch.setattr(ConvolutionMap, "_scales_inputs", lambda *sizes: scales_inputs)
     matrices, coefficients = subject.randn(COUNT, OUT), torch.randn(*subject.batch, COUNT)
     for biases in (None, torch.randn(COUNT, OUT)):
         shifts = torch.zeros(COUNT, OUT) if biases is None else biases
@@ -261,10 +261,10 @@ def test_a_dense_map_takes_batches_of_matrices(join):
 def test_the_smaller_tensors_are_formed():
     """Counted with the weights that scaled inputs need in another order."""
     narrow, wide, few = torch.zeros(100, 4), torch.zeros(100, 400), torch.zeros(3, 4)
-    assert LinearMap._scales_inputs(narrow, torch.zeros(2, 50, 4), torch.zeros(100, 50))
-    assert not LinearMap._scales_inputs(wide, torch.zeros(2, 50, 400), torch.zeros(100, 50))
-    assert not LinearMap._scales_inputs(few, torch.zeros(2, 50, 4), torch.zeros(3, 50))
-    assert LinearMap._scales_inputs(few, torch.zeros(1, 50, 4), torch.zeros(3, 50))
+    assert ConvolutionMap._scales_inputs(narrow, torch.zeros(2, 50, 4), torch.zeros(100, 50))
+    assert not ConvolutionMap._scales_inputs(wide, torch.zeros(2, 50, 400), torch.zeros(100, 50))
+    assert not ConvolutionMap._scales_inputs(few, torch.zeros(2, 50, 4), torch.zeros(3, 50))
+    assert ConvolutionMap._scales_inputs(few, torch.zeros(1, 50, 4), torch.zeros(3, 50))
 
 
 def test_a_convolution_of_zeros_has_finite_gradients():
