@@ -2,7 +2,6 @@
 
 from pyro_structvi.structures.dropout import BernoulliDropout
 from pyro_structvi.structures.eigenbasis import EigenbasisNormal
-from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.inducing.augmented import AugmentedMatrixNormal, ConditionalNormal
 from pyro_structvi.structures.inducing.normal import InducingNormal
@@ -10,6 +9,7 @@ from pyro_structvi.structures.k_tied import KTiedNormal
 from pyro_structvi.structures.low_rank import LowRankNormal
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import LogScaleNormal, MeanFieldNormal, PrunedNormal
+from pyro_structvi.structures.points import PointMixture
 from pyro_structvi.structures.rowwise import RowwiseNormal
 from pyro_structvi.structures.scale_mixture import ScaleMixtureNormal
 from pyro_structvi.structures.student_t import IsotropicStudentT

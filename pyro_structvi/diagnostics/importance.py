@@ -18,8 +18,8 @@ from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.site_posterior import in_one_pass
 from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
 from pyro_structvi.structures.dropout import BernoulliDropout
-from pyro_structvi.structures.ensemble import Members, PointMixture
 from pyro_structvi.structures.mean_field import PrunedNormal
+from pyro_structvi.structures.points import Members, PointMixture
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteRole
 

@@ -30,7 +30,7 @@ from pyro_structvi.sites.autoguide import give_model
 from pyro_structvi.sites.finding import modules_of, separate_randomness
 from pyro_structvi.sites.site_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.ensemble import SameMember
+from pyro_structvi.structures.points import SameMember
 from pyro_structvi.weights.lazy import as_drawn
 from pyro_structvi.weights.site_role import SiteRole
 

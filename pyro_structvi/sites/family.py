@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import NO_CLASS, CheckedFields, Positive, shape_text
 from pyro_structvi.nn.priors import matches, matching
-from pyro_structvi.sites.latent_site import LatentSite, bijection_at
+from pyro_structvi.sites.latent_site import LatentSite, bijection_at, has_bijection
 from pyro_structvi.sites.parameterization import unit_of_lower
 from pyro_structvi.weights.site_role import LocalReparam
 
@@ -63,6 +63,17 @@ class Family(CheckedFields):
         if name.endswith("lower"):
             return unit_of_lower(value)
         return 1.0 if "log_" in name else site.unit
+
+
+@dataclass(frozen=True)
+class ContinuousFamily(Family):
+    """A family of unconstrained values, which a bijection maps onto the support of a site."""
+
+    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether torch has a bijection onto the support."""
+        return has_bijection(site.support)
 
 
 @dataclass(frozen=True)

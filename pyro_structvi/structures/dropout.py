@@ -12,8 +12,8 @@ from torch.distributions import Laplace, Normal, constraints, register_kl
 
 from pyro_structvi._checks import Count, Share, Whole, checked
 from pyro_structvi.maps.linear_map import LinearMap, shape_per_example
-from pyro_structvi.sites.family import Family, GuideOptions
-from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
+from pyro_structvi.sites.family import ContinuousFamily, GuideOptions
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size
 from pyro_structvi.weights.outputs import OutputDistribution, with_bias
@@ -274,7 +274,7 @@ def _(distribution: BernoulliDropout, probs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Dropout(Family):
+class Dropout(ContinuousFamily):
     """Weights with randomly dropped input channels; points for all other sites.
 
     The parameter is ``loc``, the mean, unconstrained.
@@ -304,7 +304,7 @@ class Dropout(Family):
 
     def fits(self, site: LatentSite) -> bool:
         is_known = self.input_dim is not None or site.input_dim is not None
-        return has_bijection(site.support) and (is_known or not _has_inputs(site))
+        return super().fits(site) and (is_known or not _has_inputs(site))
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         return {"loc": bijection_onto(site.support).inv(loc).clone()}

@@ -32,8 +32,8 @@ from pyro_structvi.linalg.matrices import event_sum, grad_cached_property, shrin
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.sites.family import DEFAULTS, Family, GuideOptions
-from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
+from pyro_structvi.sites.family import DEFAULTS, ContinuousFamily, Family, GuideOptions
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import check_index
@@ -337,7 +337,7 @@ def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TransformedMeanField(Family):
+class TransformedMeanField(ContinuousFamily):
     """Independent normals pushed onto the site's support; log-normals for a positive site.
 
     The KL to a prior with independent elements is computed by quadrature, exactly for a log-normal
@@ -352,11 +352,6 @@ class TransformedMeanField(Family):
         >>> bool(guide.draw()["noise"] > 0)
         True
     """
-
-    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
-
-    def fits(self, site: LatentSite) -> bool:
-        return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         unconstrained = bijection_onto(site.support).inv(loc).clone()

@@ -13,8 +13,8 @@ from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.site_posterior import Coupling, SharedPosterior, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
-from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.full_covariance import FullCovariance
+from pyro_structvi.structures.points import PointMixture
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 

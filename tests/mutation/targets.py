@@ -26,7 +26,7 @@ TESTS = {
     "maps": ("maps/test_*", "lazy/test_lazy_weight", "lazy/test_embedding"),
     "infer": ("infer/test_elbo*", "infer/test_schedules", "infer/test_vectorized_particles"),
     "dropout": ("guides/test_points",),
-    "ensemble": ("distributions/test_point_mixture", "guides/test_points"),
+    "points": ("distributions/test_point_mixture",),
     "full_covariance": ("guides/test_covariances",),
     "kl_between": ("distributions/test_kl_*",),
     "low_rank": ("guides/test_covariances",),

@@ -28,7 +28,6 @@ from pyro_structvi.linalg.matrices import (
     standard_normal,
 )
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.outputs import (
     InducingSide,
     MatheronBases,
@@ -37,6 +36,7 @@ from pyro_structvi.structures.inducing.outputs import (
 )
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
+from pyro_structvi.structures.points import PointMixture
 from pyro_structvi.weights.arguments import as_expanded, as_size
 from pyro_structvi.weights.outputs import with_bias
 from pyro_structvi.weights.weight_distribution import (

@@ -16,13 +16,13 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import capped, uncapped
 from pyro_structvi.sites.site_posterior import Coupling, SharedPosterior, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.ensemble import Members, SameMember
 from pyro_structvi.structures.full_covariance import FullCovariance
 from pyro_structvi.structures.inducing.augmented import AugmentedMatrixNormal
 from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.structures.inducing.outputs import InducingSide
 from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
 from pyro_structvi.structures.mean_field import MeanField
+from pyro_structvi.structures.points import Members, SameMember
 from pyro_structvi.weights.site_distributions import Auxiliary
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 

@@ -24,7 +24,6 @@ from pyro_structvi.linalg.matrices import (
     shrink,
 )
 from pyro_structvi.linalg.quadrature import find_root
-from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.augmented import (
     AugmentedMatrixNormal,
     AugmentedNormal,
@@ -34,6 +33,7 @@ from pyro_structvi.structures.inducing.augmented import (
 from pyro_structvi.structures.kl_between import kl_to_independent, no_closed_form
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
+from pyro_structvi.structures.points import PointMixture
 from pyro_structvi.weights.site_distributions import (
     JoinedPrior,
     expected_neg_log_prob,
