@@ -26,8 +26,7 @@ from pyro_structvi._nested import nested_tensors
 from pyro_structvi._torch import inside_transform, take_apart
 from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
-from pyro_structvi.sites.finding import in_evaluation, modules_of
-from pyro_structvi.weights.placeholders import CountedWeight
+from pyro_structvi.sites.finding import CountedWeight, in_evaluation, modules_of
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 

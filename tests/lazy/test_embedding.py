@@ -7,9 +7,9 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal, WeightDistribution
+from pyro_structvi.sites.finding import CountedWeight
 from pyro_structvi.testing.contracts import Contract, with_leaves
 from pyro_structvi.weights.lazy import LazyWeight
-from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteUse
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, MATRIX, Case, positive

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.sites.finding import CountedWeight
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
-from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, make_full
