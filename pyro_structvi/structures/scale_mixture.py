@@ -1,19 +1,19 @@
 """A mixture of normals around zero with several scales: a spike and a slab."""
 
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_positive, check_same_kind, checked, shape_text, validates
 from pyro_structvi.linalg.matrices import shrink
-from pyro_structvi.weights.arguments import as_expanded, as_size, check_value
+from pyro_structvi.weights.arguments import as_size
+from pyro_structvi.weights.weight_distribution import TensorDistribution
 
 
-class ScaleMixtureNormal(TorchDistribution):
+class ScaleMixtureNormal(TensorDistribution):
     r"""A number from one of K normals around zero, chosen with known probabilities.
 
     .. math:: p(w) = \sum_k \pi_k\, N(w; 0, \sigma_k^2)
@@ -48,6 +48,7 @@ class ScaleMixtureNormal(TorchDistribution):
         "scales": constraints.independent(constraints.positive, 1),
         "probs": constraints.simplex,
     }
+    has_rsample = False
     support = constraints.real
     scales: Tensor
     probs: Tensor
@@ -65,8 +66,7 @@ class ScaleMixtureNormal(TorchDistribution):
                 )
         probs = probs / probs.sum(-1, keepdim=True)
         self.scales, self.probs = torch.broadcast_tensors(scales, probs)
-        super().__init__(self.scales.shape[:-1], validate_args=False)
-        self._validate_args = validates(validate_args)
+        self._set_shapes(self.scales.shape[:-1], torch.Size(), validate_args)
 
     @property
     def mean(self) -> Tensor:
@@ -85,7 +85,7 @@ class ScaleMixtureNormal(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
-            check_value(value, "scales", self.scales, self.batch_shape, torch.Size())
+            self._validate_sample(value)
         value = value.expand(torch.broadcast_shapes(value.shape, self.batch_shape))
         scales, probs = self._components
         exponents = -0.5 * (value.unsqueeze(-1) / scales).square()
@@ -112,13 +112,3 @@ class ScaleMixtureNormal(TorchDistribution):
             for value in (self.scales, self.probs)
         )
         return scales, probs
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        batch_shape = as_expanded(batch_shape, self.batch_shape)
-        new: Self = self._get_checked_instance(type(self), _instance)
-        new.scales, new.probs = (
-            value.expand(*batch_shape, -1) for value in (self.scales, self.probs)
-        )
-        TorchDistribution.__init__(new, batch_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new

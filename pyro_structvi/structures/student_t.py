@@ -1,10 +1,9 @@
 """A multivariate t distribution: normals around zero with a common, unknown scale."""
 
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Chi2, constraints
 
@@ -17,10 +16,11 @@ from pyro_structvi._checks import (
     validates,
 )
 from pyro_structvi.linalg.matrices import event_sum
-from pyro_structvi.weights.arguments import as_expanded, as_size, check_value
+from pyro_structvi.weights.arguments import as_size
+from pyro_structvi.weights.weight_distribution import TensorDistribution
 
 
-class IsotropicStudentT(TorchDistribution):
+class IsotropicStudentT(TensorDistribution):
     r"""The multivariate t distribution over all D elements of a parameter, with one scale.
 
     .. math:: p(W) \propto \Bigl(1 + \frac{\lVert W \rVert^2}{\nu s^2}\Bigr)^{-(\nu + D) / 2}
@@ -55,10 +55,9 @@ class IsotropicStudentT(TorchDistribution):
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {
-        "df": constraints.positive,
         "scale": constraints.positive,
+        "df": constraints.positive,
     }
-    has_rsample = True
     df: Tensor
     scale: Tensor
 
@@ -86,12 +85,7 @@ class IsotropicStudentT(TorchDistribution):
                     f"{shape_text(df.shape)} and {shape_text(scale.shape)}."
                 )
         self.df, self.scale = torch.broadcast_tensors(df, scale)
-        super().__init__(self.df.shape, as_size("event_shape", event_shape), validate_args=False)
-        self._validate_args = validates(validate_args)
-
-    @property
-    def support(self) -> Any:
-        return constraints.independent(constraints.real, len(self.event_shape))
+        self._set_shapes(self.df.shape, as_size("event_shape", event_shape), validate_args)
 
     @property
     def mean(self) -> Tensor:
@@ -112,7 +106,7 @@ class IsotropicStudentT(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
-            check_value(value, "scale", self.scale, self.batch_shape, self.event_shape)
+            self._validate_sample(value)
         size, df = self.event_shape.numel(), self.df
         square = event_sum((value / self._before_event(self.scale)).square(), len(self.event_shape))
         constant = torch.lgamma((df + size) / 2) - torch.lgamma(df / 2)
@@ -127,14 +121,6 @@ class IsotropicStudentT(TorchDistribution):
         noise = torch.randn(shape, dtype=self.scale.dtype, device=self.scale.device)
         chi2 = Chi2(self.df, validate_args=False).rsample(sample_shape)
         return noise * self._before_event(self.scale * (self.df / chi2).sqrt())
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        batch_shape = as_expanded(batch_shape, self.batch_shape)
-        new: Self = self._get_checked_instance(type(self), _instance)
-        new.df, new.scale = self.df.expand(batch_shape), self.scale.expand(batch_shape)
-        TorchDistribution.__init__(new, batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
 
     def _before_event(self, values: Tensor) -> Tensor:
         return values[(..., *(None for _ in self.event_shape))]

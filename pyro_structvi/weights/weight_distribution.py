@@ -20,7 +20,62 @@ from pyro_structvi.weights.outputs import NormalOutputs, dense_output_variance
 Way = Literal["outputs", "factors", "weight"]
 
 
-class WeightDistribution(TorchDistribution):
+class TensorDistribution(TorchDistribution):
+    """A real distribution of tensors ``(*batch_shape, ...)``, which ``arg_constraints`` names."""
+
+    has_rsample = True
+    batch_shape: torch.Size
+    event_shape: torch.Size
+
+    def _set_shapes(
+        self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
+    ) -> None:
+        super().__init__(batch_shape, event_shape, validate_args=False)
+        self._validate_args = validates(validate_args)
+        self._with_grad = torch.is_grad_enabled()  # for cached properties
+
+    @constraints.dependent_property(is_discrete=False)
+    def support(self) -> Any:
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return tuple(self.arg_constraints)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
+        batch_shape = arguments.as_expanded(batch_shape, self.batch_shape)
+        batch_dim = len(self.batch_shape)
+
+        def expanded(value: Tensor) -> Tensor:
+            return value.expand(batch_shape + value.shape[batch_dim:])
+
+        return self._changed(expanded, batch_shape, self.event_shape, _instance)
+
+    def _changed(
+        self,
+        change: Callable[[Tensor], Tensor],
+        batch_shape: torch.Size,
+        event_shape: torch.Size,
+        instance: Any = None,
+    ) -> Self:
+        """Return a distribution of this class with changed arguments, and without checks."""
+        new: Self = self._get_checked_instance(type(self), instance)
+        for name in self.argument_names:
+            setattr(new, name, change(getattr(self, name)))
+        new._set_shapes(batch_shape, event_shape, self._validate_args)
+        return new
+
+    def _validate_sample(self, value: Tensor) -> None:
+        name, shapes = self.argument_names[0], (self.batch_shape, self.event_shape)
+        arguments.check_value(value, name, self._first_parameter, *shapes)
+
+    @property
+    def _first_parameter(self) -> Tensor:
+        parameter: Tensor = getattr(self, self.argument_names[0])
+        return parameter
+
+
+class WeightDistribution(TensorDistribution):
     """The distribution of a weight :math:`W`, with the distribution of :math:`W x`.
 
     The event shape ``(out, *rest)`` is seen as a matrix ``(out, in)`` with ``in = prod(rest)``; a
@@ -41,15 +96,12 @@ class WeightDistribution(TorchDistribution):
         loc: The mean, ``(*batch_shape, *event_shape)``.
     """
 
-    has_rsample = True
     has_exact_positions: ClassVar[bool] = False
     _arguments: ClassVar[dict[str, arguments.Argument]] = {}
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("arg_constraints", "variance", "covariance_matrix"), ()),
         **dict.fromkeys(("rsample", "image_under"), ()),
     }
-    batch_shape: torch.Size
-    event_shape: torch.Size
     loc: Tensor
 
     def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
@@ -84,17 +136,6 @@ class WeightDistribution(TorchDistribution):
         self._set_shapes(self.loc.shape[:split], self.loc.shape[split:], validate_args)
         if self._validate_args and self._arguments:
             arguments.check_declared(self, self._arguments)
-
-    def _set_shapes(
-        self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
-    ) -> None:
-        super().__init__(batch_shape, event_shape, validate_args=False)
-        self._validate_args = validates(validate_args)
-        self._with_grad = torch.is_grad_enabled()  # for cached properties
-
-    @constraints.dependent_property(is_discrete=False)
-    def support(self) -> Any:
-        return constraints.independent(constraints.real, len(self.event_shape))
 
     # ---- required --------------------------------------------------------------------------------
 
@@ -171,34 +212,7 @@ class WeightDistribution(TorchDistribution):
         covariance = self.covariance_matrix.reshape(out, size, out, size)
         return torch.einsum("iajb,...ab->...ij", covariance, moment)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        batch_shape = arguments.as_expanded(batch_shape, self.batch_shape)
-        batch_dim = len(self.batch_shape)
-
-        def expanded(value: Tensor) -> Tensor:
-            return value.expand(batch_shape + value.shape[batch_dim:])
-
-        return self._changed(expanded, batch_shape, self.event_shape, _instance)
-
-    def _changed(
-        self,
-        change: Callable[[Tensor], Tensor],
-        batch_shape: torch.Size,
-        event_shape: torch.Size,
-        instance: Any = None,
-    ) -> Self:
-        """Return a distribution of this class with changed arguments, and without checks."""
-        new: Self = self._get_checked_instance(type(self), instance)
-        for name in self.argument_names:
-            setattr(new, name, change(getattr(self, name)))
-        new._set_shapes(batch_shape, event_shape, self._validate_args)
-        return new
-
     # ---- provided --------------------------------------------------------------------------------
-
-    @property
-    def argument_names(self) -> tuple[str, ...]:
-        return tuple(self.arg_constraints)
 
     @property
     def mean(self) -> Tensor:
@@ -221,15 +235,6 @@ class WeightDistribution(TorchDistribution):
     def map_for_batch(self, linear_map: LinearMap) -> LinearMap:
         """Return the map without positions for a batch of weights, else the map itself."""
         return linear_map.without_positions() if self.batch_shape else linear_map
-
-    def _validate_sample(self, value: Tensor) -> None:
-        name, shapes = self.argument_names[0], (self.batch_shape, self.event_shape)
-        arguments.check_value(value, name, self._first_parameter, *shapes)
-
-    @property
-    def _first_parameter(self) -> Tensor:
-        parameter: Tensor = getattr(self, self.argument_names[0])
-        return parameter
 
     def _event_sum(self, tensor: Tensor) -> Tensor:
         return event_sum(tensor, len(self.event_shape))

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 
 import pyro.poutine as poutine
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -28,10 +27,10 @@ from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteUse
-from pyro_structvi.weights.weight_distribution import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight, TensorDistribution
 
 
-class NormalGivenInputs(TorchDistribution):
+class NormalGivenInputs(TensorDistribution):
     r"""The posterior of a Bayesian linear regression of pseudo-outputs V on inputs ``X (rows, in)``.
 
     .. math:: W_{i \cdot} \mid X \sim N(S X^\top \Lambda V_{\cdot i}, S), \qquad
@@ -52,12 +51,8 @@ class NormalGivenInputs(TorchDistribution):
     def __init__(
         self, event_shape: torch.Size, target: Tensor, log_precision: Tensor, log_scale: Tensor
     ) -> None:
-        super().__init__(torch.Size(), event_shape, validate_args=False)
+        self._set_shapes(torch.Size(), event_shape, validate_args=False)
         self.target, self.log_precision, self.log_scale = target, log_precision, log_scale
-
-    @constraints.dependent_property(is_discrete=False)
-    def support(self) -> Any:
-        return constraints.independent(constraints.real, len(self.event_shape))
 
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
