@@ -195,16 +195,13 @@ def as_expanded(shape: Any, own: torch.Size) -> torch.Size:
     return size
 
 
-def check_overrides(
-    cls: type, contract: tuple[type, ...], required: Mapping[str, tuple[str, ...]]
-) -> None:
-    """Raise a ``TypeError`` that names the required members missing in a class.
+def check_overrides(cls: type, contract: type, required: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise a ``TypeError`` that names the required members of a contract missing in a class.
 
-    Each has alternatives: a member, or several with spaces between. ``contract`` has the bases that
-    define it, the most specific first.
+    Each has alternatives: a member, or several with spaces between. ``contract`` is the base that
+    defines it.
     """
-    order = cls.__mro__
-    own = order[: order.index(contract[0])]
+    own = cls.__mro__[: cls.__mro__.index(contract)]
 
     def is_overridden(name: str) -> bool:
         return any(name in vars(base) for base in own)
@@ -216,4 +213,4 @@ def check_overrides(
     ]
     if missing:
         names = ", ".join(f"`{name}`" for name in missing)
-        raise TypeError(f"{cls.__name__} must define {names}; see `{contract[0].__name__}`.")
+        raise TypeError(f"{cls.__name__} must define {names}; see `{contract.__name__}`.")

@@ -27,7 +27,7 @@ from torch.distributions.transforms import (
 )
 from torch.distributions.utils import lazy_property
 
-from pyro_structvi.linalg.matrices import at_least_single, is_half
+from pyro_structvi.linalg.matrices import at_least_single
 
 DRAWS = 99
 WITHOUT_TENSORS = (  # transforms, also of the log-normal and half-normal distributions
@@ -131,16 +131,7 @@ def tensors_of(distribution: Any) -> list[Tensor]:
 
 def in_single(distribution: Any) -> Any:
     """Return a distribution with half-precision tensors in single, so that sums are not rounded."""
-    return map_tensors(distribution, at_least_single) if _has_half(distribution) else distribution
-
-
-def _has_half(distribution: Any) -> bool:
-    return any(
-        is_half(value)
-        if isinstance(value, Tensor)
-        else isinstance(value, Distribution) and _has_half(value)
-        for value in vars(distribution).values()
-    )
+    return map_tensors(distribution, at_least_single)
 
 
 def example_of(prior: Any) -> Tensor:

@@ -112,7 +112,7 @@ class WeightDistribution(TensorDistribution):
             named = {name: argument.constraint for name, argument in found.items()}
             cls.arg_constraints = {"loc": constraints.real, **named}
         if not abstract:
-            contract = tuple(base for base in cls.__mro__ if "_required" in vars(base))
+            contract = next(base for base in cls.__mro__ if "_required" in vars(base))
             check_overrides(cls, contract, cls._required)
 
     def __init__(
