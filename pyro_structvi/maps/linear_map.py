@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,31 +20,28 @@ class LinearMap(ABC):
     A dense layer has one position for each vector of its input, a convolution one for each place of its
     filter. An input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with ``out``
     channels at ``channel_dim``. Maps are immutable, and equal if their settings are equal.
+
+    Attributes:
+        is_dense: Whether outputs are ``x @ matrix.mT``, so that the patches are the inputs.
+        has_bias_column: Whether the last column of a matrix is a bias, so that patches end in a one.
     """
+
+    is_dense: ClassVar[bool] = False
+    has_bias_column: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def channel_dim(self) -> int:
         """The dimension of the channels of inputs and outputs, counted from the right."""
 
+    def without_positions(self) -> "LinearMap":
+        """Return a dense map whose inputs have no positions; a convolution keeps its positions."""
+        return self
+
     @property
     def groups(self) -> int:
         """The number of groups of channels; inputs of one group reach outputs of that group only."""
         return 1
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether outputs are ``x @ matrix.mT``, so that the patches are the inputs."""
-        return False
-
-    @property
-    def has_bias_column(self) -> bool:
-        """Whether the last column of a matrix is a bias, so that every patch ends in a one."""
-        return False
-
-    def without_positions(self) -> "LinearMap":
-        """Return a dense map whose inputs have no positions; a convolution keeps its positions."""
-        return self
 
     @abstractmethod
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -139,14 +136,8 @@ class DenseMap(LinearMap):
     """
 
     positions: bool = True
-
-    @property
-    def channel_dim(self) -> int:
-        return -1
-
-    @property
-    def is_dense(self) -> bool:
-        return True
+    channel_dim: ClassVar[int] = -1
+    is_dense: ClassVar[bool] = True
 
     def without_positions(self) -> "DenseMap":
         return DenseMap(positions=False)
@@ -199,6 +190,7 @@ class BiasColumnMap(LinearMap):
     """
 
     linear_map: LinearMap
+    has_bias_column: ClassVar[bool] = True
 
     @property
     def channel_dim(self) -> int:
@@ -207,10 +199,6 @@ class BiasColumnMap(LinearMap):
     @property
     def groups(self) -> int:
         return self.linear_map.groups
-
-    @property
-    def has_bias_column(self) -> bool:
-        return True
 
     def without_positions(self) -> "BiasColumnMap":
         return BiasColumnMap(self.linear_map.without_positions())

@@ -131,10 +131,6 @@ class BernoulliDropout(WeightDistribution):
         return self._odds * self.loc.square()
 
     @property
-    def variance_sum(self) -> Tensor:
-        return self._odds * self.loc.square().sum()
-
-    @property
     def covariance_matrix(self) -> Tensor:
         channels = torch.arange(self.num_channels, device=self.loc.device)
         of = self._spread(channels).expand(self.event_shape)

@@ -1,6 +1,6 @@
 """The KL between two Gaussians over a weight, as for a prior that is an earlier posterior."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from pyro_structvi.structures.low_rank import LowRankNormal
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
-from pyro_structvi.weights.site_distributions import kl_weight_independent
+from pyro_structvi.weights.site_distributions import in_one_batch, kl_to_independent
 from pyro_structvi.weights.torch_distributions import map_tensors
 from pyro_structvi.weights.weight_distribution import (
     GaussianWeight,
@@ -44,7 +44,7 @@ def kl_between(q: Any, p: Any) -> Tensor:
             f"The posterior and the prior must be over weights of one shape, but got "
             f"{tuple(q.event_shape)} and {tuple(p.event_shape)}. Reshape the prior's arguments."
         )
-    q, p = _in_one_batch(q, p)
+    q, p = in_one_batch(q, p)
     rules = (rule for kinds, rule in _TRACES if all(map(isinstance, (q, p), kinds)))
     moment = next(rules, _trace_of_columns)(q, p) + p.mahalanobis(q.mean - p.mean)
     log_dets = p.log_det_covariance - q.log_det_covariance
@@ -52,23 +52,13 @@ def kl_between(q: Any, p: Any) -> Tensor:
     return divergence
 
 
-@register_kl(PrunedNormal, IndependentWeight)
-@register_kl(GaussianWeight, IndependentWeight)
-def kl_to_independent(q: Any, p: Any) -> Tensor:
-    """KL to a Gaussian with independent elements."""
-    nats: Tensor = kl_weight_independent(*_in_one_batch(q, p))
-    return nats
+register_kl(PrunedNormal, IndependentWeight)(kl_to_independent)
 
 
 @register_kl(PrunedNormal, GaussianWeight)
 def no_closed_form(q: Any, p: Any) -> Tensor:
     """Raise a ``NotImplementedError``, so that the KL is estimated from densities."""
     raise NotImplementedError
-
-
-def _in_one_batch(*weights: Any) -> Iterator[Any]:
-    batch = torch.broadcast_shapes(*(each.batch_shape for each in weights))
-    return (each if each.batch_shape == batch else each.expand(batch) for each in weights)
 
 
 # ---- priors of torch ---------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Points, auxiliary variables, joined priors; KL divergences from independent priors, and quantiles."""
 
 import math
+from collections.abc import Iterator
 from functools import singledispatch
 from typing import Any, ClassVar
 
@@ -391,10 +392,18 @@ def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
     return kl_divergence(q, p.base_dist)
 
 
+@register_kl(GaussianWeight, IndependentWeight)  # more specific than the KL between Gaussians
 @register_kl(WeightDistribution, IndependentWeight)
-def kl_weight_independent(q: WeightDistribution, p: IndependentWeight) -> Tensor:
+def kl_to_independent(q: Any, p: Any) -> Tensor:
     """KL to a prior that is a weight distribution with independent elements."""
+    q, p = in_one_batch(q, p)
     return kl_divergence(q, _without_wrappers(p))
+
+
+def in_one_batch(*weights: Any) -> Iterator[Any]:
+    """Return distributions over weights with their batches expanded to one."""
+    batch = torch.broadcast_shapes(*(each.batch_shape for each in weights))
+    return (each if each.batch_shape == batch else each.expand(batch) for each in weights)
 
 
 @register_kl(GaussianWeight, JoinedPrior)

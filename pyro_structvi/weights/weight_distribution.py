@@ -195,9 +195,6 @@ class WeightDistribution(TensorDistribution):
         """Return the variance of each output of any map, around outputs with this mean."""
         if "outputs" not in self.ways_to_apply(linear_map, x):
             return dense_output_variance(self.event_shape[0], self.covariance_matrix, linear_map, x)
-        return self._image_variance(linear_map, x, mean)
-
-    def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
         variance: Tensor = self.image_under(linear_map, x).variance
         return variance
 
@@ -362,9 +359,10 @@ class GaussianWeight(WeightDistribution, abstract=True):
         size = self.event_shape.numel()
         return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
-    def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        if type(self).image_under is not GaussianWeight.image_under:
-            return super()._image_variance(linear_map, x, mean)
+    def image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
+        has_own_image = type(self).image_under is not GaussianWeight.image_under
+        if has_own_image or "outputs" not in self.ways_to_apply(linear_map, x):
+            return super().image_variance(linear_map, x, mean)
         around = self.image_around(mean, self.map_for_batch(linear_map), x, None)
         variance: Tensor = around.variance
         return variance

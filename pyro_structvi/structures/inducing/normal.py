@@ -30,7 +30,7 @@ from pyro_structvi.structures.inducing.augmented import (
     ConditionalNormal,
     check_inducing,
 )
-from pyro_structvi.structures.kl_between import kl_to_independent, no_closed_form
+from pyro_structvi.structures.kl_between import no_closed_form
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.structures.points import PointMixture
@@ -38,6 +38,7 @@ from pyro_structvi.weights.site_distributions import (
     JoinedPrior,
     expected_neg_log_prob,
     in_front,
+    kl_to_independent,
     normal_quantiles,
     quantiles,
 )
