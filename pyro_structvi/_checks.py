@@ -308,11 +308,8 @@ def check_broadcastable(name: str, tensor: Tensor, shape: Iterable[int], meaning
     """Raise a ``ValueError`` unless ``tensor`` broadcasts to ``shape`` without enlarging it."""
     check(name, tensor, Tensor)
     shape = tuple(shape)
-    trailing = shape[len(shape) - tensor.dim() :] if tensor.dim() else ()
-    fits = tensor.dim() <= len(shape) and all(
-        size in (1, full) for size, full in zip(tensor.shape, trailing, strict=True)
-    )
-    if not fits:
+    pairs = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    if tensor.dim() > len(shape) or not all(size in (1, full) for size, full in pairs):
         raise ValueError(
             f"`{name}` must broadcast to {meaning} = {shape_text(shape)}, "
             f"but got shape {shape_text(tensor.shape)}."

@@ -16,7 +16,7 @@ from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.parameterization import unit_of_row
+from pyro_structvi.sites.parameterization import cholesky_factor, unit_of_row
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument, orthogonal
 from pyro_structvi.weights.outputs import MixedOutputs, with_bias
@@ -237,10 +237,7 @@ def block_rotation(angles: Tensor, size: int, block_size: int) -> Tensor:
 
 def cayley(angles: Tensor, size: int) -> Tensor:
     """Return rotations ``(*batch, n, n)`` from angles ``(*batch, n (n - 1) / 2)``."""
-    rows, columns = torch.tril_indices(size, size, offset=-1, device=angles.device)
-    flat = angles.new_zeros(*angles.shape[:-1], size * size)
-    lower = flat.index_copy(-1, rows * size + columns, angles / 2)
-    lower = at_least_single(lower).view(*angles.shape[:-1], size, size)
-    skew, identity = lower - lower.mT, identity_like(lower)
+    lower = at_least_single(cholesky_factor(angles.new_zeros(*angles.shape[:-1], size), angles / 2))
+    skew, identity = lower - lower.mT, identity_like(lower)  # without the diagonal
     rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew)
     return rotation.to(angles.dtype)

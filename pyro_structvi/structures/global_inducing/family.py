@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -293,9 +292,7 @@ class Run(Messenger):
 
     def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
         self._like = inputs
-        with ExitStack() as stack:
-            for context in (buffers_kept(model), outside_plates(), poutine.block(), self):
-                stack.enter_context(context)
+        with buffers_kept(model), outside_plates(), poutine.block(), self:
             model(inputs)
 
     def _pyro_sample(self, msg: Any) -> None:
