@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import shape_text
-from pyro_structvi._torch import inside_transform, reshape_without_view
+from pyro_structvi._torch import inside_forward_derivative, inside_transform, reshape_without_view
 
 
 def standard_normal(shape: Any, like: Tensor) -> Tensor:
@@ -74,58 +74,46 @@ def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
     return product.flatten(-4, -3).flatten(-2)
 
 
-class KroneckerLogDet(torch.autograd.Function):
-    """``log det(I - G (x) F)`` for given ``I - G`` and ``I - F``, without a derivative of ``eigh``.
+def kronecker_log_det(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return ``log det(I - G (x) F) (*batch,)`` for given ``I - G`` and ``I - F``.
 
     With their eigenvalues g and f, ``g + f - g f`` is accurate for G and F close to the identity.
     """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
-        (g, row_basis), (f, column_basis) = torch.linalg.eigh(rows), torch.linalg.eigh(columns)
-        spectrum = _spectrum(g, f)
-        ctx.save_for_backward(g, f, row_basis, column_basis)
-        return spectrum.log().sum((-2, -1))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        _refuse_second_derivatives()
-        g, f, row_basis, column_basis = ctx.saved_tensors
-        weights = gradient[..., None, None] / _spectrum(g, f)
-        of_g = (weights * (1 - f).unsqueeze(-2)).sum(-1, keepdim=True)
-        of_f = (weights * (1 - g).unsqueeze(-1)).sum(-2).unsqueeze(-1)
-        return row_basis @ (of_g * row_basis.mT), column_basis @ (of_f * column_basis.mT)
+    spectrum = _spectrum(torch.linalg.eigvalsh(rows), torch.linalg.eigvalsh(columns))
+    return _once_differentiable(spectrum.log().sum((-2, -1)))
 
 
-class KroneckerQuadratic(torch.autograd.Function):
-    """``k' (I - G (x) F)^-1 k (*sample, *batch)`` for given ``I - G`` and ``I - F``, likewise."""
+def kronecker_quadratic(k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return ``k' (I - G (x) F)^-1 k (*sample, *batch)`` for given ``I - G`` and ``I - F``.
 
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        (g, row_basis), (f, column_basis) = torch.linalg.eigh(rows), torch.linalg.eigh(columns)
-        rotated = (row_basis.mT @ k @ column_basis) / _spectrum(g, f)
-        solution = row_basis @ rotated @ column_basis.mT
-        ctx.save_for_backward(solution, rows, columns)
-        quadratic: Tensor = (solution * k).sum((-2, -1))
-        return quadratic
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _refuse_second_derivatives()
-        solution, rows, columns = ctx.saved_tensors
-        weighted = gradient[..., None, None] * solution
-        of_rows = weighted @ (columns @ solution.mT - solution.mT)
-        of_columns = weighted.mT @ (rows @ solution - solution)
-        return 2 * weighted, of_rows.sum_to_size(rows.shape), of_columns.sum_to_size(columns.shape)
+    The solution x is a constant in ``2 k' x - x' (I - G (x) F) x``, which has the right first
+    derivatives; those of eigenvectors are unstable at close eigenvalues.
+    """
+    (g, row_basis), (f, column_basis) = (
+        torch.linalg.eigh(each.detach()) for each in (rows, columns)
+    )
+    rotated = (row_basis.mT @ k.detach() @ column_basis) / _spectrum(g, f)
+    solution = row_basis @ rotated @ column_basis.mT
+    of_rows = rows @ solution
+    product = of_rows + (solution - of_rows) @ columns
+    return _once_differentiable((solution * (2 * k - product)).sum((-2, -1)))
 
 
-def _refuse_second_derivatives() -> None:
-    # Torch's `once_differentiable` returns zeros in most of these cases.
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "A density of Kronecker structure has first derivatives only. Differentiate it without "
-            "`create_graph=True`."
-        )
+def _once_differentiable(value: Tensor) -> Tensor:
+    """Refuse second derivatives; torch's function of this name returns zeros in most cases."""
+
+    def refuse(*_: Tensor) -> None:
+        if torch.is_grad_enabled() or inside_forward_derivative():
+            raise RuntimeError(
+                "A density of Kronecker structure has first derivatives only. Differentiate it without "
+                "`create_graph=True`, and not in forward mode."
+            )
+
+    if inside_forward_derivative():
+        refuse()
+    if value.requires_grad:
+        value.register_hook(refuse)
+    return value
 
 
 def _spectrum(g: Tensor, f: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Factorizations with jitter, and determinants and quadratic forms of ``I - G (x) F``."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -10,7 +12,7 @@ from pyro_structvi.linalg.factorizations import (
     stable_cholesky,
     stable_root,
 )
-from pyro_structvi.linalg.matrices import KroneckerLogDet, KroneckerQuadratic
+from pyro_structvi.linalg.matrices import kronecker_log_det, kronecker_quadratic
 from pyro_structvi.structures.inducing.outputs import OrthonormalRows
 from tests.unit_noise import close
 
@@ -141,34 +143,36 @@ def test_determinant_and_quadratic_form_are_the_dense_ones(batch):
     rows, columns = complements(*batch)
     k = torch.randn(5, *batch, ROWS, COLUMNS)
     matrix, flat = dense_matrix(rows, columns), k.flatten(-2).unsqueeze(-1)
-    close(KroneckerLogDet.apply(rows, columns), torch.linalg.slogdet(matrix).logabsdet)
+    close(kronecker_log_det(rows, columns), torch.linalg.slogdet(matrix).logabsdet)
     expected = (flat.mT @ torch.linalg.solve(matrix, flat))[..., 0, 0]
-    close(KroneckerQuadratic.apply(k, rows, columns), expected)
+    close(kronecker_quadratic(k, rows, columns), expected)
     leaves = rows.requires_grad_(), columns.requires_grad_()
     assert torch.autograd.gradcheck(log_det_of_kronecker, leaves)
     assert torch.autograd.gradcheck(quadratic, (k.requires_grad_(), *leaves))
     for value in (log_det_of_kronecker(*leaves), quadratic(k, *leaves)):
         with pytest.raises(RuntimeError, match=r"first derivatives only.*`create_graph=True`"):
             torch.autograd.grad(value.sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="not in forward mode"):
+        torch.func.jacfwd(partial(quadratic, k))(*(leaf.detach() for leaf in leaves))
 
 
 @pytest.mark.parametrize("tiny", [1e-8, 1e-14, 1e-200])
 def test_they_keep_their_digits_where_both_factors_are_nearly_the_identity(tiny):
     """``1 - g f`` with ``g = f = 1 - tiny`` is ``2 tiny``, to first order."""
     rows, columns = tiny * torch.eye(ROWS), tiny * torch.eye(COLUMNS)
-    found = KroneckerLogDet.apply(rows, columns)
+    found = kronecker_log_det(rows, columns)
     torch.testing.assert_close(found, ROWS * COLUMNS * torch.tensor(2 * tiny).log())
     k = torch.randn(ROWS, COLUMNS)
-    quadratic = KroneckerQuadratic.apply(k, rows, columns)
+    quadratic = kronecker_quadratic(k, rows, columns)
     torch.testing.assert_close(quadratic * tiny, k.square().sum() / 2)
 
 
 def log_det_of_kronecker(rows, columns):
-    return KroneckerLogDet.apply(symmetric(rows), symmetric(columns))
+    return kronecker_log_det(symmetric(rows), symmetric(columns))
 
 
 def quadratic(k, rows, columns):
-    return KroneckerQuadratic.apply(k, symmetric(rows), symmetric(columns))
+    return kronecker_quadratic(k, symmetric(rows), symmetric(columns))
 
 
 def test_gradients_are_right_where_all_eigenvalues_are_equal():

@@ -19,12 +19,12 @@ from pyro_structvi._checks import (
     validates,
 )
 from pyro_structvi.linalg.matrices import (
-    KroneckerLogDet,
-    KroneckerQuadratic,
     autocast_off,
     grad_cached_property,
     identity_like,
     kronecker,
+    kronecker_log_det,
+    kronecker_quadratic,
     standard_normal,
 )
 from pyro_structvi.maps.linear_map import LinearMap
@@ -443,13 +443,13 @@ class ConditionalNormal(AugmentedNormal):
         out, size = self.joint.matrix_shape
         prior = self.joint.column_scale.log().expand(*self.batch_shape, 1, size).sum((-2, -1))
         rows, columns = self.joint.rows.complement, self.joint.columns.complement
-        log_det: Tensor = KroneckerLogDet.apply(rows.double(), columns.double())
+        log_det = kronecker_log_det(rows.double(), columns.double())
         total: Tensor = 2 * out * (prior + size * self.conditional_scale.log())
         return total + log_det.to(total.dtype)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
         v, seen = self._seen(difference)
         rows, columns = self.joint.rows.complement, self.joint.columns.complement
-        quadratic: Tensor = KroneckerQuadratic.apply(seen, rows.double(), columns.double())
+        quadratic = kronecker_quadratic(seen, rows.double(), columns.double())
         total = v.square().sum((-2, -1)) + quadratic.to(v.dtype)
         return total / self.conditional_scale.square()
