@@ -267,7 +267,8 @@ class StructuredGuide(OwningAutoGuide):
     def from_options(cls, model: Any, changed: Mapping[str, Family], **options: Any) -> Self:
         """Return a guide of this class for another model, with the families that pruning changed."""
         guide = cls.__new__(cls)
-        StructuredGuide.__init__(guide, model, **options)
+        owner: Any = next(base for base in cls.__mro__ if "options" in vars(base))
+        owner.__init__(guide, model, **options)
         guide.change_families(changed)
         return guide
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -140,13 +140,6 @@ class GlobalInducingGuide(StructuredGuide):
             "train_inputs": self.train_inputs,
             "join_bias": own.join_bias,
         }
-
-    @classmethod
-    def from_options(cls, model: Any, changed: Mapping[str, Family], **options: Any) -> Self:
-        guide = cls.__new__(cls)
-        GlobalInducingGuide.__init__(guide, model, **options)
-        guide.change_families(changed)
-        return guide
 
     @staticmethod
     def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:
