@@ -266,7 +266,7 @@ def check_inducing(name: str, value: Tensor, joint: AugmentedMatrixNormal) -> No
 
 
 class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
-    r"""A weight that is normal given its inducing weights; subclasses define the density.
+    r"""A weight that is normal given its inducing weights, with the density given these.
 
     .. math:: W = \sigma B_r^\top (\tilde U - \lambda \bar U) B_c + \lambda \sigma \bar W
 
@@ -360,6 +360,22 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
             seen = self.joint.rows.basis @ v @ self.joint.columns.basis.mT
             return v, seen.double()
 
+    @property
+    def log_det_covariance(self) -> Tensor:
+        out, size = self.joint.matrix_shape
+        prior = self.joint.column_scale.log().expand(*self.batch_shape, 1, size).sum((-2, -1))
+        rows, columns = self.joint.rows.complement, self.joint.columns.complement
+        log_det = kronecker_log_det(rows.double(), columns.double())
+        total: Tensor = 2 * out * (prior + size * self.conditional_scale.log())
+        return total + log_det.to(total.dtype)
+
+    def mahalanobis(self, difference: Tensor) -> Tensor:
+        v, seen = self._seen(difference)
+        rows, columns = self.joint.rows.complement, self.joint.columns.complement
+        quadratic = kronecker_quadratic(seen, rows.double(), columns.double())
+        total = v.square().sum((-2, -1)) + quadratic.to(v.dtype)
+        return total / self.conditional_scale.square()
+
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         return self._draw(as_size("sample_shape", sample_shape)).weight()
 
@@ -437,19 +453,3 @@ class ConditionalNormal(AugmentedNormal):
             check_inducing("whitened", whitened, joint)
         inducing = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
         super().__init__(joint, inducing, conditional_scale, validate_args)
-
-    @property
-    def log_det_covariance(self) -> Tensor:
-        out, size = self.joint.matrix_shape
-        prior = self.joint.column_scale.log().expand(*self.batch_shape, 1, size).sum((-2, -1))
-        rows, columns = self.joint.rows.complement, self.joint.columns.complement
-        log_det = kronecker_log_det(rows.double(), columns.double())
-        total: Tensor = 2 * out * (prior + size * self.conditional_scale.log())
-        return total + log_det.to(total.dtype)
-
-    def mahalanobis(self, difference: Tensor) -> Tensor:
-        v, seen = self._seen(difference)
-        rows, columns = self.joint.rows.complement, self.joint.columns.complement
-        quadratic = kronecker_quadratic(seen, rows.double(), columns.double())
-        total = v.square().sum((-2, -1)) + quadratic.to(v.dtype)
-        return total / self.conditional_scale.square()

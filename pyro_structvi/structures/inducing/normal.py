@@ -146,7 +146,7 @@ class InducingNormal(AugmentedNormal):
     @property
     def log_det_covariance(self) -> Tensor:
         log_det: Tensor = torch.linalg.slogdet(self._seen_covariance).logabsdet
-        return self._around_zero.log_det_covariance + log_det.to(self.conditional_scale.dtype)
+        return super().log_det_covariance + log_det.to(self.conditional_scale.dtype)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
         v, seen = self._seen(difference)
@@ -154,13 +154,7 @@ class InducingNormal(AugmentedNormal):
         covariance = self.inducing.covariance_matrix.double()
         gain = torch.linalg.solve(self._seen_covariance, covariance)
         explained: Tensor = k.mT @ gain @ k / self.bases.squared_scale.double().square()
-        return self._around_zero.mahalanobis(difference) - explained[..., 0, 0].to(v.dtype)
-
-    @grad_cached_property
-    def _around_zero(self) -> ConditionalNormal:
-        """The distribution given inducing weights of zero; its covariance does not depend on them."""
-        zeros = torch.zeros_like(self.inducing.mean)
-        return ConditionalNormal(self.joint, zeros, self.conditional_scale, validate_args=False)
+        return super().mahalanobis(difference) - explained[..., 0, 0].to(v.dtype)
 
     @grad_cached_property
     def _residual(self) -> Tensor:
@@ -213,7 +207,8 @@ class GivenInducing(InducingNormal):
 
     def log_prob(self, value: Tensor) -> Tensor:
         scale = self.conditional_scale
-        ratio = 0.5 * self._around_zero.mahalanobis(value - self.loc) * (scale.square() - 1)
+        distance = AugmentedNormal.mahalanobis(self, value - self.loc)
+        ratio = 0.5 * distance * (scale.square() - 1)
         prior = self.joint.weight_prior().log_prob(value)
         return prior + ratio - self.event_shape.numel() * scale.log()
 
