@@ -200,11 +200,10 @@ def put_together(leaves: list[Any], structure: Any) -> Any:
     return pytree.tree_unflatten(leaves, structure)
 
 
-def own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield a module's own parameters and buffers, several times as fast as torch's generators."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own parameters and buffers, several times as fast as torch's generators."""
+    own = {**module._parameters, **module._buffers}
+    return {name: value for name, value in own.items() if value is not None}
 
 
 def all_modules(root: nn.Module) -> list[nn.Module]:

@@ -294,7 +294,7 @@ def _put_into_training(module: nn.Module) -> None:
 def _is_frozen(module: nn.Module) -> bool:
     """Whether a module has tensors, and none that is trained or sampled."""
     parts = [*module.modules()]
-    has_tensors = any(True for part in parts for _ in own_tensors(part))
+    has_tensors = any(map(own_tensors, parts))
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     return has_tensors and not is_trained and not any(map(declared_samples, parts))
 

@@ -255,7 +255,9 @@ class Passes:
     def _run_first(self, draws: Draws) -> Values:
         """Run the first draw, and again if it has sites that must be sampled from the model."""
         own, inputs = _only(draws), self._batches[0][0]
-        state = (tensor for part in modules_of(self._model) for tensor in own_tensors(part))
+        state = (
+            tensor for part in modules_of(self._model) for tensor in own_tensors(part).values()
+        )
         self._in_turn = not are_plain([*own[0].values(), *inputs, *state])
         with separate_randomness():  # this run samples observations, which later runs may leave out
             trace, node = self._trace(own, 0, counts=True)

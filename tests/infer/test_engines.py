@@ -181,7 +181,7 @@ class Gambling(nn.Linear):
     [
         (Deciding, r"reads a tensor's value, at .*test_engines\.py:\d+, `.*the line at fault`"),
         (Counting, r"a step changes `calls` of module \d+, a .*Counting, which a replay would not"),
-        (Gambling, r"a step changes the state of Python's `random`.*draw random numbers by torch"),
+        (Gambling, r"a step changes `state` of Python's `random`.*draw random numbers by torch"),
     ],
 )
 def test_what_cannot_be_replayed_stays_eager_and_the_history_says_why(layer, reason, traced_fit):
@@ -291,11 +291,11 @@ def test_a_fit_sees_what_other_code_changes_between_its_steps(place, traced_fit)
 
 def test_replays_of_a_fit_ask_for_no_state_where_no_other_code_runs(monkeypatch, traced_fit):
     asked, state = [], Modules.state
-    monkeypatch.setattr(Modules, "state", lambda self: asked.append(self) or state(self))
+    monkeypatch.setattr(Modules, "state", lambda self, *args: asked.append(self) or state(self, *args))
     model = make_linear_regressor(20)
     guide = ps.KTiedGuide(model)
     ps.fit(model, guide, regression_data(20), num_steps=30, progress=False)
-    assert 0 < len(asked) < 8
+    assert 0 < len(asked) < 10
 
 
 class Averaging(nn.Linear):

@@ -71,7 +71,7 @@ class CompiledStep(EagerStep):
         self._num_steps, self._taken = num_steps, 0
         self._last_state: Hashable = None  # None where Python has run since
         self._stored: list[str] = []  # names of parameters in Pyro's store
-        self._alive: list[object] = []  # objects that states identify by ``id``
+        self._alive: list[object] = []  # tensors that states identify by ``id``
         self.kinds: dict[Hashable, list[ReplayedStep]] = {}
         self._refused: dict[Hashable, str] = {}  # reasons, by the key of the call
         self._said: set[str] = set()
@@ -132,7 +132,7 @@ class CompiledStep(EagerStep):
             return numbers  # all are frozen
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
         stored = map(stored_parameter, self._stored)
-        self._alive += [*self._modules.parts(), self.optimizer.groups, *stored]
+        self._alive += [*self._modules.tensors(), *self.optimizer.parameters, *stored]
         key = call.key, self._state()  # now that the parameters are known
         step = ReplayedStep(self.loss, self.optimizer, self._backend)
         self.kinds.setdefault(key, []).append(step)
@@ -151,9 +151,15 @@ class CompiledStep(EagerStep):
 
     def _watch(self, step: ReplayedStep, call: Call) -> tuple[list[float], str]:
         """Take a step eagerly, and look for changed values that a replay would not change."""
-        before = self._modules.memory()
-        numbers, after = self.take_eagerly(call.args, call.kwargs), self._modules.memory()
-        changed = [name for name, value in after.items() if before.get(name) != value]
+        before = self._modules.state(True)
+        numbers = self.take_eagerly(call.args, call.kwargs)
+        after = self._modules.state(True)
+        changed = [
+            f"`{pair[0]}` of {place}"
+            for place, pairs in after.items()
+            for pair in pairs
+            if pair not in before.get(place, ())
+        ]
         reason = (
             f"a step changes {', '.join(changed[:3])}, which a replay would not; keep values in "
             "buffers, change these in place, and draw random numbers by torch"
@@ -257,7 +263,7 @@ class CompiledStep(EagerStep):
 
     def _state(self) -> Hashable:
         """Return everything that a step depends on, apart from its arguments and values of tensors."""
-        parts = [*self._modules.state(), *self.optimizer.state()]
+        parts = [*self._modules.state().values(), *self.optimizer.state()]
         parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
         parts += [id(stored_parameter(name)) for name in self._stored]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):

@@ -78,15 +78,13 @@ class OneOptimizer:
         return own is not None and can_skip_updates(own) and not runs_hooks(own)
 
     def state(self) -> list[Hashable]:
-        """Return the values that an update depends on, apart from tensors' values and rates.
-
-        The list of groups is replaced where a state dict is loaded.
-        """
+        """Return what an update depends on, apart from rates, with tensors by ``id``."""
+        tensors = [*self.parameters]
+        if self.torch is not None and self.can_be_recorded:  # by a record, which keeps them alive
+            tensors += [value for own in self.torch.state.values() for value in own.values()]
         values = [value for group in self.options for value in group.values()]
         constants = [tuple(value) if isinstance(value, list) else value for value in values]
-        if self.torch is not None and self.can_be_recorded:  # by a record, which keeps them alive
-            constants += [id(each) for own in self.torch.state.values() for each in own.values()]
-        return [self.can_be_recorded, id(self.groups), *constants]
+        return [self.can_be_recorded, *map(id, tensors), *constants]
 
     # ---- learning rates --------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The state that a step depends on, the state that it changes, and what puts it back."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -9,18 +10,28 @@ from typing import Any
 import numpy as np
 import pyro.poutine as poutine
 import torch
+from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_structvi._torch import all_modules, hook_numbers, made_by_hooks, own_tensors, take_apart
+from pyro_structvi._torch import all_modules, hook_numbers, made_by_hooks, own_tensors
 from pyro_structvi.nn.random_module import buffers_that_change
-from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.sites.family import Family
+from pyro_structvi.weights.site_role import SiteUse
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 STEERING = PLAIN | {BuiltinFunctionType, FunctionType, MethodType}
-CONTAINERS = frozenset({dict, list, tuple})
+CONTAINERS = (dict, list, tuple, deque)
 MOST_VALUES = 100  # in a container that is looked at before each step
-_OF_TORCH = {*vars(nn.Module())} - {"training"} | {"_flat_weights"}  # lists of named tensors
+# Attributes of every module, lists that torch makes of named tensors, and what guides keep of these.
+OF_TENSORS = {*vars(PyroModule())} - {"training"} | {"_flat_weights", "_kept"}
+
+
+State = dict[str, tuple[tuple[Hashable, ...], ...]]  # pairs by place
+
+
+def same(value: object) -> Hashable:
+    """Return what is equal to that of the same object only, and keeps it alive."""
+    return frozenset([value])
 
 
 def saved(
@@ -64,63 +75,40 @@ class Modules:
         for root in self._roots:
             yield from all_modules(root)
 
-    def state(self) -> list[Hashable]:
-        """Return the state that a pass depends on: modules, tensors, hooks, plain values and functions.
-
-        Objects are identified by ``id`` as long as they are alive, which :meth:`parts` is for.
-        """
-        state: list[Hashable] = [*self._known_to_functions().values()]
-        for module in self:
-            state.append(id(module))
-            state += hook_numbers(module)
-            own = vars(module)
-            state += [value for value in own.values() if type(value) in STEERING]
-            if isinstance(module, SitePosterior):
-                state.append(module.family)
-            elif isinstance(module, StructuredGuide):
-                state.append(id(module.uses))
-            else:
-                held = [each for name, each in own.items() if name not in _OF_TORCH]
-                state += _contents(each for each in held if type(each) in CONTAINERS)
-            for tensor in own_tensors(module):
-                state += [id(tensor), tensor.requires_grad, tensor.data_ptr()]
-        return state
-
-    def parts(self) -> list[object]:
-        """Return the objects that a state identifies by ``id``."""
-        uses = [module.uses for module in self if isinstance(module, StructuredGuide)]
-        return [*self, *uses, *self.tensors()]
-
     def tensors(self) -> list[Tensor]:
         """Return all their parameters and buffers."""
-        return [tensor for module in self for tensor in own_tensors(module)]
+        return [tensor for module in self for tensor in own_tensors(module).values()]
 
-    def memory(self) -> dict[str, Hashable]:
-        """Return the values that a pass may leave for the next one, by name."""
-        of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
-        values = self._known_to_functions()
-        values["the state of Python's `random`"] = random.getstate()
-        values["the state of NumPy's generator"] = of_numpy[1].tobytes(), *of_numpy[2:]
+    def state(self, with_memory: bool = False) -> State:
+        """Return what a pass depends on, as pairs of name and value by place.
+
+        That is modules, hooks, plain values, functions, and tensors apart from their values. Other
+        tensors than parameters and buffers belong to it ``with_memory`` only, as all that a pass may
+        leave for the next one. Without it ``id`` stands for tensors, as long as they are alive.
+        """
+        identity = same if with_memory else id
+        state: State = {}
+        for place, function in zip(("the model", "the guide"), self._functions, strict=True):
+            named = _named_by(function).items()
+            state[place] = tuple([pair for pair in named if type(pair[1]) in PLAIN])
         for number, module in enumerate(self):
-            # Guides cache functions of their parameters.
-            is_others = not isinstance(module, (SitePosterior, StructuredGuide))
-            known, where = _OF_TORCH | made_by_hooks(module), f"of module {number}"
-            own = {name: value for name, value in vars(module).items() if name not in known}
-            for name, value in (own | dict(module.named_buffers(recurse=False))).items():
-                leaves = take_apart(value)[0] if is_others or type(value) in PLAIN else ()
-                tensors = frozenset(leaf for leaf in leaves if isinstance(leaf, Tensor))
-                plain = tuple(leaf for leaf in leaves if type(leaf) in PLAIN)
-                values[f"`{name}` {where}, a {type(module).__name__}"] = tensors, plain
-        return values
-
-    def _known_to_functions(self) -> dict[str, Hashable]:
-        """Return the plain globals and closed-over variables of model and guide, by name."""
-        return {
-            f"`{name}` outside of `{function.__name__}`": value
-            for function in self._functions
-            for name, value in _named_by(function).items()
-            if type(value) in PLAIN
-        }
+            known = OF_TENSORS | made_by_hooks(module) if with_memory else OF_TENSORS
+            pairs: list[tuple[Hashable, ...]] = [
+                (name, value if type(value) in STEERING else _contents(value, with_memory))
+                for name, value in vars(module).items()
+                if name not in known
+            ]
+            pairs += [
+                (name, identity(value), value.requires_grad, value.data_ptr())
+                for name, value in own_tensors(module).items()
+            ]
+            pairs.append(("hooks", module, *hook_numbers(module)))
+            state[f"module {number}, a {type(module).__name__}"] = (*pairs,)
+        if with_memory:
+            of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
+            state["Python's `random`"] = (("state", random.getstate()),)
+            state["NumPy's `random`"] = (("state", of_numpy[1].tobytes(), *of_numpy[2:]),)
+        return state
 
     def saved(self) -> Callable[[], None]:
         """Return a function that puts back the buffers that a pass may change."""
@@ -135,14 +123,17 @@ class Modules:
         return restore
 
 
-def _contents(values: Iterable[Any]) -> Iterator[Hashable]:
-    """Yield the plain values and functions in containers that are not large."""
-    for value in values:
-        kind = type(value)
-        if kind in STEERING:
-            yield value
-        elif kind in CONTAINERS and len(value) <= MOST_VALUES:
-            yield from _contents(value.values() if kind is dict else value)
+def _contents(value: Any, with_memory: bool) -> Hashable:
+    """Return a plain value or a function, or those in a container; in a large one ``with_memory``."""
+    if type(value) in STEERING or isinstance(value, Family):
+        own: Hashable = value
+        return own
+    if isinstance(value, CONTAINERS) and (with_memory or len(value) <= MOST_VALUES):
+        each = value.values() if isinstance(value, dict) else value
+        return tuple([_contents(item, with_memory) for item in each])
+    if isinstance(value, SiteUse):
+        return (*vars(value).values(),)
+    return same(value) if with_memory and isinstance(value, Tensor) else None
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
