@@ -140,7 +140,7 @@ def usual_interrupts():
 
 
 def test_an_interrupt_waits_for_the_step_and_keeps_it(path, monkeypatch, usual_interrupts):
-    expected, original = train(), EagerStep.take_eagerly
+    expected, original = train(), EagerStep.take
 
     def interrupted(self, *batch):
         if self.loss.elbo.step == 5 and not path.with_name("once").exists():
@@ -148,7 +148,7 @@ def test_an_interrupt_waits_for_the_step_and_keeps_it(path, monkeypatch, usual_i
             os.kill(os.getpid(), signal.SIGINT)
         return original(self, *batch)
 
-    monkeypatch.setattr(EagerStep, "take_eagerly", interrupted)
+    monkeypatch.setattr(EagerStep, "take", interrupted)
     assert len(train(checkpoint=ps.Checkpoint(path))["elbo"]) == 6
     assert torch.load(path, weights_only=True)["steps"] == 6
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -161,7 +161,7 @@ def test_a_second_interrupt_does_not_wait(path, monkeypatch, usual_interrupts):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
-    monkeypatch.setattr(EagerStep, "take_eagerly", interrupted)
+    monkeypatch.setattr(EagerStep, "take", interrupted)
     assert train(checkpoint=ps.Checkpoint(path))["elbo"] == []
 
 

@@ -23,9 +23,7 @@ class Timed:
         self.eager, self.traced, self.compiling, self.fails = eager, traced, compiling, fails
         self.now, self.backends = 0.0, []
         monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr(
-            EagerStep, "take_eagerly", lambda step, args, kwargs: self.take(self.eager)
-        )
+        monkeypatch.setattr(EagerStep, "take", lambda step, args, kwargs: self.take(self.eager))
         monkeypatch.setattr(CompiledStep, "_take_known", lambda *args: self.replay(*args))
         monkeypatch.setattr(
             ReplayedStep, "compile", lambda step, backend, call: self.compile(backend)

@@ -291,7 +291,9 @@ def test_a_fit_sees_what_other_code_changes_between_its_steps(place, traced_fit)
 
 def test_replays_of_a_fit_ask_for_no_state_where_no_other_code_runs(monkeypatch, traced_fit):
     asked, state = [], Modules.state
-    monkeypatch.setattr(Modules, "state", lambda self, *args: asked.append(self) or state(self, *args))
+    monkeypatch.setattr(
+        Modules, "state", lambda self, *args: asked.append(self) or state(self, *args)
+    )
     model = make_linear_regressor(20)
     guide = ps.KTiedGuide(model)
     ps.fit(model, guide, regression_data(20), num_steps=30, progress=False)

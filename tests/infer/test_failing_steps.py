@@ -31,7 +31,7 @@ def interrupt(*args):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("name", ["_differentiate", "_record_update", "_update"])
+@pytest.mark.parametrize("name", ["_differentiate", "_update"])
 def test_an_interrupted_record_is_made_again(name, monkeypatch):
     guide, _, svi, data = compiled()
     losses = [svi.step(*data) for _ in range(2)]

@@ -177,14 +177,14 @@ def test_point_estimated_parameters_and_running_statistics_are_trained():
 
 def test_an_interrupt_returns_what_there_is(monkeypatch):
     model, guide, data = make()
-    original = EagerStep.take_eagerly
+    original = EagerStep.take
 
     def interrupted(self, *batch):
         if self.loss.elbo.step == 5:
             raise KeyboardInterrupt
         return original(self, *batch)
 
-    monkeypatch.setattr(EagerStep, "take_eagerly", interrupted)
+    monkeypatch.setattr(EagerStep, "take", interrupted)
     history = ps.fit(model, guide, data, num_steps=100, progress=False)
     assert history.interrupted
     assert len(history.elbo) == 5

@@ -13,7 +13,7 @@ from pyro_structvi._pyro import stored_parameter
 from pyro_structvi.infer.steps.eager import EagerStep, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.recording import NotCompiledError, explained
-from pyro_structvi.infer.steps.replayed import Call, Phase, ReplayedStep
+from pyro_structvi.infer.steps.replayed import Call, ReplayedStep
 from pyro_structvi.infer.steps.state import saved
 
 MOST_KINDS = 32
@@ -85,27 +85,21 @@ class CompiledStep(EagerStep):
             if not self._fallback:
                 raise
             self._say(str(error))
-            return self.take_eagerly(args, kwargs)
-        cause = None
-        if call.key not in self._refused:
-            step = self.kind_of(call)
-            if step is None:
-                return self._take_first(call)
-            step.taken += 1
-            try:
-                return self._take_timed(step, call)
-            except NotCompiledError as error:
-                cause = error.__cause__
-                self._refuse(step, call, str(error))
-        if not self._fallback:
-            reason = f"This step cannot be compiled: {self._refused[call.key]}."
-            raise RuntimeError(f"{reason} Pass `fallback=True` to go on without.") from cause
-        return self.take_eagerly(args, kwargs)
+            return self._take_eagerly(args, kwargs)
+        try:
+            if call.key in self._refused:
+                raise NotCompiledError(self._refused[call.key])
+            return self._take_timed(call)
+        except NotCompiledError as error:
+            reason = self._refuse(call, str(error))
+            if not self._fallback:
+                message = f"{reason} Pass `fallback=True` to go on without."
+                raise RuntimeError(message) from error.__cause__
+            return self._take_eagerly(args, kwargs)
 
-    def take_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step by Python that is not counted; return its numbers."""
+    def _take_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         self._last_state = None
-        return super().take_eagerly(args, kwargs)
+        return super().take(args, kwargs)
 
     # ---- the life of a kind of steps -------------------------------------------------------------
 
@@ -119,15 +113,15 @@ class CompiledStep(EagerStep):
     def _take_first(self, call: Call) -> list[float]:
         """Take the first step of a kind eagerly, and find the parameters."""
         if self._num_steps - self._taken < STEPS_FOR_TRACING:
-            return self.take_eagerly(call.args, call.kwargs)
+            return self._take_eagerly(call.args, call.kwargs)
         if sum(map(len, self.kinds.values())) == MOST_KINDS:
             self._say(
                 f"There are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and read "
                 "values. Pass numbers that change as tensors, and pad what has many sizes."
             )
-            return self.take_eagerly(call.args, call.kwargs)
+            return self._take_eagerly(call.args, call.kwargs)
         with poutine.trace(param_only=True) as capture:
-            numbers = self.take_eagerly(call.args, call.kwargs)
+            numbers = self._take_eagerly(call.args, call.kwargs)
         if not any(parameter.requires_grad for parameter in self.optimizer.parameters):
             return numbers  # all are frozen
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
@@ -135,40 +129,37 @@ class CompiledStep(EagerStep):
         self._alive += [*self._modules.tensors(), *self.optimizer.parameters, *stored]
         key = call.key, self._state()  # now that the parameters are known
         step = ReplayedStep(self.loss, self.optimizer, self._backend)
+        step.to_come = [self._watch, self._compare, self._compare]  # a record, and a replay
         self.kinds.setdefault(key, []).append(step)
         return numbers
 
     def _take_known(self, step: ReplayedStep, call: Call) -> list[float]:
         """Take a later step of a kind, or raise a ``NotCompiledError`` before anything has changed."""
-        if step.phase is Phase.REPLAYED:
+        if not step.to_come:
             return self._replay(step, call)
-        take = self._watch if step.phase is Phase.WATCHED else self._compare
-        numbers, reason = take(step, call)
+        numbers = step.to_come[0](step, call)
         del step.to_come[0]
-        if reason:
-            self._refuse(step, call, reason)
         return numbers
 
-    def _watch(self, step: ReplayedStep, call: Call) -> tuple[list[float], str]:
+    def _watch(self, step: ReplayedStep, call: Call) -> list[float]:
         """Take a step eagerly, and look for changed values that a replay would not change."""
         before = self._modules.state(True)
-        numbers = self.take_eagerly(call.args, call.kwargs)
-        after = self._modules.state(True)
-        changed = [
-            f"`{pair[0]}` of {place}"
-            for place, pairs in after.items()
-            for pair in pairs
-            if pair not in before.get(place, ())
-        ]
-        reason = (
-            f"a step changes {', '.join(changed[:3])}, which a replay would not; keep values in "
-            "buffers, change these in place, and draw random numbers by torch"
-        )
-        return numbers, reason if changed else ""
+        numbers = self._take_eagerly(call.args, call.kwargs)
+        after = self._modules.state(True).items()
+        pairs = [(place, pair) for place, own in after for pair in own]
+        changed = [f"`{pair[0]}` of {at}" for at, pair in pairs if pair not in before.get(at, ())]
+        if changed:
+            what = ", ".join(changed[:3])
+            self._refuse(
+                call,
+                f"a step changes {what}, which a replay would not; keep values in buffers, change these "
+                "in place, and draw random numbers by torch",
+            )
+        return numbers
 
-    def _compare(self, step: ReplayedStep, call: Call) -> tuple[list[float], str]:
+    def _compare(self, step: ReplayedStep, call: Call) -> list[float]:
         """Record or replay a step, undo it, take it by Python, and compare the two."""
-        undo = [saved(step.buffers, step.generators), self._modules.saved(), self.optimizer.saved()]
+        undo = [saved(step.written, step.generators), self._modules.saved(), self.optimizer.saved()]
         try:
             with explained():
                 own = step(call, undo).clone()
@@ -178,47 +169,61 @@ class CompiledStep(EagerStep):
                 restore()
             self.optimizer.forget_gradients()
         start = time.perf_counter()
-        read = self.take_eagerly(call.args, call.kwargs)
+        read = self._take_eagerly(call.args, call.kwargs)
         step.eager_seconds = min(step.eager_seconds, time.perf_counter() - start)
         numbers, eps = self._numbers, torch.finfo(self._numbers.dtype).eps
-        change = (numbers - own)[:3].abs().max() / numbers[:3].abs().max().clamp(min=eps)
-        is_same = torch.equal(numbers, own) if self._is_exact else bool(change <= math.sqrt(eps))
-        by_python = [each.get_state() for each in step.generators]
-        if not all(map(torch.equal, drawn, by_python)):
-            return read, "traced, it draws other random numbers than by Python"
-        how = f"the loss by {float(change):.1g} of it"
-        return read, "" if is_same else f"traced, its numbers differ from Python's, {how}"
+        change = float((numbers - own)[:3].abs().max() / numbers[:3].abs().max().clamp(min=eps))
+        if not all(map(torch.equal, drawn, [each.get_state() for each in step.generators])):
+            self._refuse(call, "traced, it draws other random numbers than by Python", step)
+        elif not (torch.equal(numbers, own) if self._is_exact else change <= math.sqrt(eps)):
+            how = f"the loss by {change:.1g} of it"
+            self._refuse(call, f"traced, its numbers differ from Python's, {how}", step)
+        return read
 
     def _replay(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Replay a step; one whose numbers are not finite is undone and taken by Python."""
-        restore, redraw = saved(step.buffers), saved((), step.generators)
-        read, failure = [math.nan] * 4, ""
+        """Replay a step; one that fails or is not finite is undone and taken by Python."""
+        restore, failure = saved(step.buffers, step.generators), ""
         try:
-            try:
-                read = step(call).tolist()
-            except (IndexError, RuntimeError) as error:  # of a kernel, which knows no input's name
-                failure = f"its replay raises: {error}"
-            is_finite = math.isfinite(sum(read[1:]))  # else parameters are those before the step
-            if is_finite and not step.updates:
-                self._last_state = None
-                self.optimizer.step()
+            read: list[float] = step(call).tolist()
+            if math.isfinite(sum(read[1:])):  # else parameters are those before the step
+                if not step.updates:
+                    self._last_state = None
+                    self.optimizer.step()
+                return read
+        except (IndexError, RuntimeError) as error:  # of a kernel, which knows no input's name
+            failure = f"its replay raises: {error}"
         except BaseException:
             restore()
             raise
-        if is_finite:
-            return read
         restore()
-        redraw()
         self.optimizer.forget_gradients()
-        numbers = self.take_eagerly(call.args, call.kwargs)  # which names the inputs or terms
+        numbers = self._take_eagerly(call.args, call.kwargs)  # which names the inputs or terms
         if failure:  # where Python does not fail
-            self._refuse(step, call, failure)
+            self._refuse(call, failure, step)
         return numbers
+
+    def _refuse(self, call: Call, reason: str, step: ReplayedStep | None = None) -> str:
+        """Do not compile steps with such arguments from now on; return the reason as a sentence."""
+        sentence = f"This step cannot be compiled: {reason}."
+        if (
+            step is not None and step.is_compiled
+        ):  # the record is Python's step, and inductor's is not
+            step.interpret()
+            self._note(f"not compiled: {reason}")
+        else:
+            self._refused[call.key] = reason
+            if self._fallback:
+                self._say(sentence)
+        return sentence
 
     # ---- compiling, in a fit ---------------------------------------------------------------------
 
-    def _take_timed(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Take a later step of a kind, and compile its record after the last replay that is timed."""
+    def _take_timed(self, call: Call) -> list[float]:
+        """Take a step, and let inductor compile its record after the last replay that is timed."""
+        step = self.kind_of(call)
+        if step is None:
+            return self._take_first(call)
+        step.taken += 1
         if self._num_steps == math.inf or not step.is_ready or len(step.seconds) == TIMED:
             return self._take_known(step, call)
         start = time.perf_counter()
@@ -231,24 +236,19 @@ class CompiledStep(EagerStep):
             gain = SAVED_PER_TRACING * (1 - traced / eager) * traced * to_come
             costs = COMPILING_AT_LEAST + COMPILING_PER_OPERATION * step.num_operations
             if gain > costs and not self._is_exact and step.device.type == "cpu":
-                start = time.perf_counter()
-                try:
-                    with explained():
-                        step.compile("inductor", call)
-                    self._note(f"compiled in {time.perf_counter() - start:.2g} s")
-                except NotCompiledError as error:
-                    self._note(f"not compiled: {error}")
+                self._compile(step, call)
         return numbers
 
-    def _refuse(self, step: ReplayedStep, call: Call, reason: str) -> None:
-        """Do not compile steps with such arguments from now on."""
-        if step.is_compiled:  # the record is Python's step, and inductor's is not
-            step.interpret()
-            self._note(f"not compiled: {reason}")
-            return
-        self._refused[call.key] = reason
-        if self._fallback:
-            self._say(f"This step cannot be compiled: {reason}.")
+    def _compile(self, step: ReplayedStep, call: Call) -> None:
+        start = time.perf_counter()
+        try:
+            with explained():
+                step.compile("inductor", call)
+        except NotCompiledError as error:
+            self._note(f"not compiled: {error}")
+        else:
+            step.to_come = [self._compare]
+            self._note(f"compiled in {time.perf_counter() - start:.2g} s")
 
     def _say(self, reason: str) -> None:
         """Say once why steps run eagerly."""

@@ -95,10 +95,6 @@ class EagerStep:
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return the numbers of :func:`numbers_of`."""
-        return self.take_eagerly(args, kwargs)
-
-    def take_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step by Python that is not counted; return its numbers."""
         restore, is_pyros = self._modules.saved(), self.optimizer.pyro is not None
         try:
             with poutine.trace(param_only=True) if is_pyros else nullcontext() as capture:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
 from pyro_structvi._torch import can_skip_updates, runs_hooks
-from pyro_structvi.infer.steps.state import saved
 
 
 class OneOptimizer:
@@ -158,17 +157,14 @@ class OneOptimizer:
             parameter.grad = None
 
     def saved(self) -> Callable[[], None]:
-        """Return a function that puts parameters and the optimizer's state back, as they are now."""
+        """Return a function that puts the state's tensors back, but not their values."""
         assert self.torch is not None
         state = self.torch.state
         before = {parameter: dict(values) for parameter, values in state.items()}
-        values = [*self.parameters, *(value for own in before.values() for value in own.values())]
-        restore_values = saved(each for each in values if isinstance(each, Tensor))
 
         def restore() -> None:
             state.clear()
             state.update(before)
-            restore_values()
 
         return restore
 

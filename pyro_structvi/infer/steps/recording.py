@@ -140,9 +140,8 @@ class _Recorder(_torch.DispatchMode):
         return True
 
     def constants_in(self, memory: set[StorageWeakRef | None]) -> list[Tensor]:
-        """Return the tensors in memory that are found elsewhere and have no gradients."""
-        found = self.found.items()
-        return [v for node, v in found if not v.requires_grad and self.memory[node] in memory]
+        """Return the tensors in memory that are found elsewhere."""
+        return [tensor for node, tensor in self.found.items() if self.memory[node] in memory]
 
     def part(self, returned: list[fx.Node], with_writes: bool) -> tuple[fx.Graph, list[Tensor]]:
         """Return the operations that results need, and all that write, with the tensors they find."""
@@ -207,12 +206,12 @@ class Record:
     Args:
         function: A function from tensors to a tuple of tensors.
         inputs: The tensors of the recorded call, an ordinary call in every respect.
-        undo: A list for functions that restore the tensors without gradients that it writes.
+        undo: A list for functions that restore the tensors that it writes.
 
     Attributes:
         outputs: The results of that call.
         graph: The operations.
-        written: The tensors without gradients that a call writes, such as running statistics.
+        written: The tensors that a call writes, such as running statistics.
 
     Raises:
         RuntimeError: If Python reads a value that depends on a parameter or a random number, or if a

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import pyro
@@ -61,14 +61,6 @@ def _kind_of(leaf: Any) -> Hashable:
     return kind, leaf
 
 
-class Phase(Enum):
-    """How a step of a kind is taken, after the first one, which is eager and finds the parameters."""
-
-    WATCHED = auto()  # by Python; the values that it changes are looked at
-    COMPARED = auto()  # recorded or replayed, undone, and taken by Python
-    REPLAYED = auto()
-
-
 class ReplayedStep:
     """A step of loss, gradients and update without the Python of model and guide.
 
@@ -82,7 +74,7 @@ class ReplayedStep:
         backend: See :class:`CompiledSVI`.
 
     Attributes:
-        to_come: The phases before steps are replayed.
+        to_come: How the next steps of this kind are taken, by step and call, before steps are replayed.
         updates: Whether a call updates the parameters; otherwise it sets their gradients.
         generators: The random generators of the host and of the parameters' devices.
         taken: The number of steps of this kind.
@@ -97,7 +89,7 @@ class ReplayedStep:
 
     def __init__(self, loss: Loss, optimizer: OneOptimizer, backend: str | None) -> None:
         self._loss, self._optimizer = loss, optimizer
-        self.to_come = [Phase.WATCHED, Phase.COMPARED, Phase.COMPARED]  # a record, and a replay
+        self.to_come: list[Callable[[ReplayedStep, Call], list[float]]] = []
         self._parameters = [p for p in optimizer.parameters if p.requires_grad]
         self.device = self._parameters[0].device
         self._captures = self.device.type == GRAPH_DEVICE
@@ -112,33 +104,32 @@ class ReplayedStep:
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=self.device) for _ in optimizer.groups]
         self.seconds: list[float] = []
-        self._record: Record | None = None
-        self._update_record: Record | None = None
+        self._records: list[Record] = []  # of loss and gradients, and of the update
         self._graph: CUDAGraph | None = None
-
-    @property
-    def phase(self) -> Phase:
-        """How the next step is taken."""
-        return self.to_come[0] if self.to_come else Phase.REPLAYED
 
     @property
     def is_ready(self) -> bool:
         """Whether nothing is left to compare or capture."""
-        return self.phase is Phase.REPLAYED and (self._graph is not None or not self._captures)
+        return not self.to_come and (self._graph is not None or not self._captures)
 
     @property
     def num_operations(self) -> int:
         """The number of recorded operations of loss and gradients."""
-        return 0 if self._record is None else len(self._record.operations)
+        return len(self._records[0].operations)
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The tensors that a replay changes, apart from parameters and the optimizer's state."""
-        return [] if self._record is None else self._record.written
+        """The tensors that loss and gradients change."""
+        return self._records[0].written
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that a replay changes, such as parameters and the optimizer's state."""
+        return [tensor for record in self._records for tensor in record.written]
 
     def holds(self, call: Call) -> bool:
         """Whether Python would read the same values as in the record."""
-        return self._record is None or self._record.holds([self._kl_weight, *call.tensors])
+        return not self._records or self._records[0].holds([self._kl_weight, *call.tensors])
 
     def __call__(self, call: Call, undo: list[Callable[[], None]] | None = None) -> Tensor:
         """Record or replay a step; return its numbers, and add to ``undo`` as :class:`Record` does."""
@@ -147,11 +138,11 @@ class ReplayedStep:
             rate.fill_(group["lr"])
         inputs = [self._kl_weight, *call.tensors]
         with torch.cuda.device_of(self._kl_weight):
-            if self._record is None:
+            if not self._records:
                 outputs = self._make_records(call, inputs, undo)
             elif not self._captures:
                 outputs = self._replay(inputs)
-            elif self.phase is Phase.COMPARED:
+            elif self.to_come:
                 outputs = self._warm_up(inputs)
             else:
                 if self._graph is None:
@@ -159,20 +150,18 @@ class ReplayedStep:
                         self._graph = CUDAGraph(self._replay, inputs)
                 outputs = self._graph(inputs)
         if not self.updates:
-            self._set_gradients(self._gradients(outputs))
+            self._set_gradients(outputs[1:])
         return outputs[0]
 
     def compile(self, backend: str, call: Call) -> None:
-        """Compile the record for such calls, and have the next one compared with Python's step."""
-        assert self._record is not None
-        self._record.compile(backend, [self._kl_weight, *call.tensors])
-        self.to_come, self.is_compiled = [Phase.COMPARED], True
+        """Compile the record of loss and gradients for such calls."""
+        self._records[0].compile(backend, [self._kl_weight, *call.tensors])
+        self.is_compiled = True
 
     def interpret(self) -> None:
         """Run the operations one by one again."""
-        assert self._record is not None
-        self._record.interpret()
-        self.to_come, self.is_compiled = [], False
+        self._records[0].interpret()
+        self.is_compiled = False
 
     # ---- records ---------------------------------------------------------------------------------
 
@@ -189,20 +178,22 @@ class ReplayedStep:
             raise RuntimeError(
                 "a parameter has a hook for its `.grad`, which a replay would leave out"
             )
-        record = Record(lambda *given: self._differentiate(call, given), inputs, undo)
-        outputs, record.outputs = record.outputs, ()
+        records = [Record(partial(self._differentiate, call), inputs, undo)]
+        outputs, records[0].outputs = self._laid_out(records[0].outputs), ()
         if self.updates:
-            self._record_update([outputs[0], *self._gradients(outputs)])
+            known = self._optimizer.state()
+            records.append(Record(self._update, outputs, undo))
+            if self._optimizer.state() != known:
+                raise RuntimeError("the optimizer makes its state in this step, not in the first")
         if self._backend is not None:
-            record.compile(self._backend, inputs)
+            records[0].compile(self._backend, inputs)
         # At last: a record that an interrupt leaves without an update trains nothing.
-        self._record = record
+        self._records = records
         return outputs
 
-    def _differentiate(self, call: Call, tensors: Sequence[Tensor]) -> Outputs:
+    def _differentiate(self, call: Call, kl_weight: Tensor, *tensors: Tensor) -> Outputs:
         """Return the numbers of a step and the gradient of each parameter that has one."""
-        kl_weight, *given = tensors
-        args, kwargs = call.with_tensors(given)
+        args, kwargs = call.with_tensors(tensors)
         blocks = nullcontext() if self._backend is None else rows_in_one()
         with pyro.validation_enabled(False), blocks:
             terms = self._loss.terms(*args, **kwargs)
@@ -213,28 +204,22 @@ class ReplayedStep:
         self._parameters = [*used]
         return numbers_of(loss, terms, used.values()), *used.values()
 
-    def _record_update(self, inputs: list[Tensor]) -> None:
-        assert self._optimizer.torch is not None
-        state = self._optimizer.torch.state
-        names = {parameter: [*own] for parameter, own in state.items()}
-        self._update_record = Record(self._update, inputs)
-        if {parameter: [*own] for parameter, own in state.items()} != names:
-            raise RuntimeError("the optimizer makes its state in this step, not in the first")
-
     def _update(self, numbers: Tensor, *gradients: Tensor) -> Outputs:
         """Update the parameters by gradients, unless one of the numbers of a step is not finite."""
         self._set_gradients(gradients)
         is_broken = ~numbers[1:].sum().isfinite()
         self._optimizer.step(skip=is_broken.to(torch.float32), rates=self._rates)
-        return ()
+        return (numbers,)
 
-    def _gradients(self, outputs: Outputs) -> list[Tensor]:
+    def _laid_out(self, outputs: Outputs) -> Outputs:
         """Return gradients laid out as their parameters, which fused optimizers take for granted."""
-        pairs = zip(outputs[1:], self._parameters, strict=True)
-        return [
+        numbers, *gradients = outputs
+        pairs = zip(gradients, self._parameters, strict=True)
+        laid_out = (
             grad if grad.stride() == own.stride() else torch.empty_like(own).copy_(grad)
             for grad, own in pairs
-        ]
+        )
+        return numbers, *laid_out
 
     def _set_gradients(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -243,11 +228,8 @@ class ReplayedStep:
     # ---- replays ---------------------------------------------------------------------------------
 
     def _replay(self, inputs: Sequence[Tensor]) -> Outputs:
-        assert self._record is not None
-        outputs = self._record(inputs)
-        if self._update_record is not None:
-            self._update_record([outputs[0], *self._gradients(outputs)])
-        return outputs
+        outputs = self._laid_out(self._records[0](inputs))
+        return self._records[1](outputs) if self.updates else outputs
 
     def _warm_up(self, inputs: Sequence[Tensor]) -> Outputs:
         """Replay on a separate stream, as a capture will."""
