@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
-from pyro_structvi._torch import is_recording, norm_of
+from pyro_structvi._torch import norm_of
 from pyro_structvi.nn.conversion import find_layouts
 from pyro_structvi.sites.latent_site import WIDE
 from pyro_structvi.sites.site_posterior import SitePosterior
@@ -190,13 +190,13 @@ class StructuredAdam(torch.optim.Optimizer):
             state["norm"] = torch.zeros_like(norm).repeat(2)
         before = state["norm"]
         square = (norm if scale is None else norm / scale.to(norm)).square()
-        by_numbers = norm.is_cpu and not (is_recording() or torch.compiler.is_compiling())
-        excess, usual = (_excess_on_cpu if by_numbers else _excess)(square, before, clip)
+        limit = before[0] / before[1] * clip**2  # NaN before the first gradient, whose norm is any
+        # In single precision, as fused Adam has the scale of gradients.
+        excess = (square / limit).nan_to_num(1.0, math.inf).clamp_min(1.0).sqrt().float()
+        usual = torch.stack([torch.fmin(square, limit), square.sign()])
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             usual = torch.where(found_inf.to(norm) > 0, before, usual)
         before.lerp_(usual, 1.0 - beta)
-        if excess is None:
-            return scale
         return excess if scale is None else excess * scale
 
     def _move_means(self, divisor: Tensor | None) -> None:
@@ -267,24 +267,6 @@ class StructuredAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _excess(square: Tensor, before: Tensor, clip: float) -> tuple[Tensor | None, Tensor]:
-    """Return by how much a norm is above its limit, at least 1, and what it adds to the averages.
-
-    The former is in single precision, as fused Adam has the scale of gradients.
-    """
-    limit = before[0] / before[1] * clip**2  # NaN before the first gradient, whose norm is any
-    excess = (square / limit).nan_to_num(1.0, math.inf).clamp_min(1.0).sqrt().float()
-    return excess, torch.stack([torch.fmin(square, limit), square.sign()])
-
-
-def _excess_on_cpu(square: Tensor, before: Tensor, clip: float) -> tuple[Tensor | None, Tensor]:
-    """Return the same by Python's numbers, which take less time there, and None in place of 1."""
-    (squares, ones), own = before.tolist(), float(square)
-    limit = squares / ones * clip**2 if ones else math.inf
-    excess = torch.tensor(math.sqrt(own / limit)).float() if own > limit else None
-    return excess, square.new_tensor([min(own, limit), 1.0 if own else 0.0])
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_structvi as ps
-from pyro_structvi.infer import CompileFallbackWarning, structured_adam
+from pyro_structvi.infer import CompileFallbackWarning
 from pyro_structvi.infer.steps import replayed
 from pyro_structvi.infer.steps.recording import Record
 from tests.guide_cases import GUIDES
@@ -55,7 +55,6 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(
         replayed.ReplayedStep, "_warm_up", lambda step, inputs: step._replay(inputs)
     )
-    monkeypatch.setattr(structured_adam, "_excess_on_cpu", structured_adam._excess)
 
 
 @pytest.mark.slow

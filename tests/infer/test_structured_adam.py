@@ -12,7 +12,6 @@ from pyro_structvi.distributions import GaussianWeight
 from pyro_structvi.extend import SitePosterior
 from pyro_structvi.families import LowRank
 from pyro_structvi.infer import CosineDecay, training
-from pyro_structvi.infer.structured_adam import _excess, _excess_on_cpu
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor, regression_data
@@ -378,16 +377,6 @@ def test_a_first_gradient_of_zero_does_not_clip_the_others_to_it():
         optimizer.step()
         moved = [not torch.equal(value, before[name]) for name, value in snapshot(guide).items()]
         assert all(moved) == any(moved) == bool(factor)
-
-
-@pytest.mark.parametrize("square", [0.0, 0.5, 80.0, math.inf])
-@pytest.mark.parametrize("before", [(0.0, 0.0), (0.2, 0.1), (1e-9, 0.5)])
-def test_the_limit_of_the_norm_is_one_on_every_device(square, before):
-    """On a CPU it is computed by Python's numbers."""
-    arguments = torch.tensor(square), torch.tensor(before), 3.0
-    (excess, usual), (on_cpu, usual_on_cpu) = _excess(*arguments), _excess_on_cpu(*arguments)
-    torch.testing.assert_close(torch.tensor(1.0).float() if on_cpu is None else on_cpu, excess)
-    torch.testing.assert_close(usual_on_cpu, usual)
 
 
 def test_a_step_that_is_skipped_leaves_the_usual_norm():
