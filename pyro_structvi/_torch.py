@@ -3,7 +3,7 @@
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -18,10 +18,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.optim import optimizer as optimizers
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # operations as they run
+from torch.utils._pytree import tree_flatten as take_apart  # nested arguments, as in torch.func
 from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map  # as in torch.func, for nested arguments
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as put_together
 from torch.utils.weak import WeakTensorKeyDictionary as TensorKeyDictionary
 
 T = TypeVar("T", bound=Tensor)
@@ -190,16 +191,6 @@ def remove_hooks(module: nn.Module, hooks: Collection[Any]) -> None:
             del own[key]
 
 
-def take_apart(tree: Any) -> tuple[list[Any], Hashable]:
-    """Return the leaves of nested lists, tuples and dicts, and the structure that holds them."""
-    return pytree.tree_flatten(tree)
-
-
-def put_together(leaves: list[Any], structure: Any) -> Any:
-    """Return other leaves in the structure from ``take_apart``."""
-    return pytree.tree_unflatten(leaves, structure)
-
-
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters and buffers, several times as fast as torch's generators."""
     own = {**module._parameters, **module._buffers}
@@ -252,7 +243,7 @@ def made_by_hooks(module: nn.Module) -> set[str]:
     return {str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks}
 
 
-__all__ = ["DispatchMode", "TensorKeyDictionary"]
+__all__ = ["DispatchMode", "TensorKeyDictionary", "put_together", "take_apart"]
 
 LSTM_LAYERS = {  # on a CPU
     torch.ops.aten.mkldnn_rnn_layer.default,

@@ -180,7 +180,7 @@ class CheckpointFile:
             "format": FORMAT,
             "steps": run.done,
             "settings": plain("optimizer", run.settings),
-            **parts_state(run.loss, plain),
+            **{name: plain(name, state) for name, state in parts_state(run.loss).items()},
             "optimizer": plain("optimizer", run.optimizer.torch.state_dict()),
             "history": {
                 name: _as_tensor(values)

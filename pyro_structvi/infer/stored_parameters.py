@@ -1,6 +1,5 @@
 """Parameters that a program reads by ``pyro.param``, which no module of model or guide has."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,15 +12,6 @@ from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
 from pyro_structvi.sites.site_posterior import module_key
 from pyro_structvi.sites.structured import StructuredGuide
-
-
-class StoredParameters(nn.Module):
-    """Parameters that no module of model or guide has, by their names in Pyro's param store."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        for name, parameter in parameters.items():
-            self.register_parameter(module_key(name), parameter)
 
 
 def add_stored_parameters(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,7 +37,10 @@ def add_stored_parameters(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, A
         name: value for name, value in found.items() if value is not None and id(value) not in known
     }
     if new:
-        loss.add_module("stored", StoredParameters(new))
+        stored = nn.Module()
+        loss.add_module("stored", stored)
+        for name, value in new.items():
+            stored.register_parameter(module_key(name), value)
 
 
 def refuse_stored_parameters(

@@ -197,7 +197,8 @@ class StructuredAdam(torch.optim.Optimizer):
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             usual = torch.where(found_inf.to(norm) > 0, before, usual)
         before.lerp_(usual, 1.0 - beta)
-        return excess if scale is None else excess * scale
+        divisor: Tensor = excess if scale is None else excess * scale
+        return divisor
 
     def _move_means(self, divisor: Tensor | None) -> None:
         """Move the means of posteriors with correlations in their own coordinates."""

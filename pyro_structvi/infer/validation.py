@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any
@@ -138,7 +138,7 @@ class Measurements:
         if self._best is None or value > self._best:
             self._best, self._waited = value, 0
             if self._options.patience is not None:
-                self._best_state = parts_state(self._loss, _clone)
+                self._best_state = tree_map(_clone, parts_state(self._loss))
         else:
             self._waited += 1
 
@@ -197,20 +197,20 @@ class Measurements:
         return float(value)
 
 
-def parts_state(loss: Loss, copy: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return copies of the state dicts of guide and model and, by ``buffers``, what these leave out."""
+def parts_state(loss: Loss) -> dict[str, Any]:
+    """Return the state dicts of guide and model, not copied, and by ``buffers`` what these leave out."""
     state: dict[str, Any] = {"guide": None, "model": None, "buffers": {}}
     for name, part in loss.named_children():
-        own = part.state_dict()
+        state[name] = own = dict(part.state_dict())
         # Steps may change buffers that are not persistent, too.
         others = {key: value for key, value in part.named_buffers() if key not in own}
-        state[name], state["buffers"][name] = copy(name, dict(own)), copy(name, others)
+        state["buffers"][name] = others
     return state
 
 
 def load_parts(loss: Loss, state: Mapping[str, Any]) -> None:
     """Put guide and model into a state that ``parts_state`` returned, both or, on an error, neither."""
-    before = parts_state(loss, _clone)
+    before = tree_map(_clone, parts_state(loss))
     try:
         _load(loss, state)
     except Exception:
@@ -228,9 +228,8 @@ def _load(loss: Loss, state: Mapping[str, Any]) -> None:
                     buffers[key].copy_(value)
 
 
-def _clone(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with copies of its tensors, on their devices."""
-    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def plain(name: str, state: Any) -> Any:

@@ -184,14 +184,15 @@ class CompiledStep(EagerStep):
         """Replay a step; one that fails or is not finite is undone and taken by Python."""
         restore, failure = saved(step.buffers, step.generators), ""
         try:
-            read: list[float] = step(call).tolist()
+            try:
+                read: list[float] = step(call).tolist()
+            except (IndexError, RuntimeError) as error:  # of a kernel, which knows no input's name
+                read, failure = [math.nan] * 4, f"its replay raises: {error}"
             if math.isfinite(sum(read[1:])):  # else parameters are those before the step
                 if not step.updates:
                     self._last_state = None
                     self.optimizer.step()
                 return read
-        except (IndexError, RuntimeError) as error:  # of a kernel, which knows no input's name
-            failure = f"its replay raises: {error}"
         except BaseException:
             restore()
             raise
@@ -205,10 +206,8 @@ class CompiledStep(EagerStep):
     def _refuse(self, call: Call, reason: str, step: ReplayedStep | None = None) -> str:
         """Do not compile steps with such arguments from now on; return the reason as a sentence."""
         sentence = f"This step cannot be compiled: {reason}."
-        if (
-            step is not None and step.is_compiled
-        ):  # the record is Python's step, and inductor's is not
-            step.interpret()
+        if step is not None and step.is_compiled:
+            step.interpret()  # the record is Python's step, and inductor's is not
             self._note(f"not compiled: {reason}")
         else:
             self._refused[call.key] = reason
@@ -285,5 +284,5 @@ def step_of_fit(
     if compiled is True:
         return CompiledStep(loss, optimizer, watches=watches)
     is_exact = compiled == "traced" or has_checkpoints  # a resumed run would compile elsewhere
-    own: dict[str, Any] = {"backend": None, "fallback": True, "num_steps": num_steps}
-    return CompiledStep(loss, optimizer, watches=watches, is_exact=is_exact, **own)
+    own: dict[str, Any] = {"is_exact": is_exact, "num_steps": num_steps}
+    return CompiledStep(loss, optimizer, backend=None, fallback=True, watches=watches, **own)
