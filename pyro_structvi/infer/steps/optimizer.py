@@ -104,8 +104,11 @@ class OneOptimizer:
         """Set the learning rates to a multiple of those that a torch optimizer had at the start."""
         if not 0 <= factor < math.inf:
             raise ValueError(f"`lr` must return a finite number of at least 0, but got {factor}.")
-        for group, rate in zip(self.groups, self._first_rates, strict=True):
-            group["lr"] = rate * factor
+        self._set_rates([rate * factor for rate in self._first_rates])
+
+    def _set_rates(self, rates: Sequence[Any]) -> None:
+        for group, rate in zip(self.groups, rates, strict=True):
+            group["lr"] = rate
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -126,30 +129,25 @@ class OneOptimizer:
         if not any(parameter.requires_grad for parameter in self.parameters):
             raise ValueError("Model and guide must have a parameter to train, but got none.")
 
-    def step(self, skip: Tensor | None = None, rates: Sequence[Tensor] = ()) -> None:
-        """Update parameters by their gradients, and drop these.
-
-        Args:
-            skip: 1 to leave parameters and state as they are, else 0; for optimizers that can skip.
-            rates: Learning rates to read in place of the groups' rates.
-        """
+    def step(self) -> None:
+        """Update parameters by their gradients, and drop these."""
         assert self.torch is not None
         for parameter, clip in self._clips:
             if parameter.grad is not None:
                 clip(parameter)
-        options = {} if skip is None else {"grad_scale": None, "found_inf": skip}
-        own_rates = [(group, group["lr"]) for group, _ in zip(self.groups, rates, strict=False)]
-        vars(self.torch).update(options)  # as torch's GradScaler does
-        try:
-            for (group, _), rate in zip(own_rates, rates, strict=True):
-                group["lr"] = rate
-            self.torch.step()
-        finally:
-            for name in options:
-                delattr(self.torch, name)
-            for group, rate in own_rates:
-                group["lr"] = rate
+        self.torch.step()
         self.forget_gradients()
+
+    def step_unless(self, skip: Tensor, rates: Sequence[Tensor]) -> None:
+        """Take a step by these rates, or leave parameters and state as they are if ``skip`` is 1."""
+        own = [group["lr"] for group in self.groups]
+        vars(self.torch).update(grad_scale=None, found_inf=skip)  # as torch's GradScaler does
+        try:
+            self._set_rates(rates)
+            self.step()
+        finally:
+            del vars(self.torch)["grad_scale"], vars(self.torch)["found_inf"]
+            self._set_rates(own)
 
     def forget_gradients(self) -> None:
         """Drop the gradients, so that the next step does not add to them."""

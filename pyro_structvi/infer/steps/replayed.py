@@ -179,7 +179,7 @@ class ReplayedStep:
                 "a parameter has a hook for its `.grad`, which a replay would leave out"
             )
         records = [Record(partial(self._differentiate, call), inputs, undo)]
-        outputs, records[0].outputs = self._laid_out(records[0].outputs), ()
+        outputs = self._laid_out(records[0].outputs)
         if self.updates:
             known = self._optimizer.state()
             records.append(Record(self._update, outputs, undo))
@@ -187,6 +187,8 @@ class ReplayedStep:
                 raise RuntimeError("the optimizer makes its state in this step, not in the first")
         if self._backend is not None:
             records[0].compile(self._backend, inputs)
+        for record in records:
+            record.outputs = ()
         # At last: a record that an interrupt leaves without an update trains nothing.
         self._records = records
         return outputs
@@ -208,7 +210,7 @@ class ReplayedStep:
         """Update the parameters by gradients, unless one of the numbers of a step is not finite."""
         self._set_gradients(gradients)
         is_broken = ~numbers[1:].sum().isfinite()
-        self._optimizer.step(skip=is_broken.to(torch.float32), rates=self._rates)
+        self._optimizer.step_unless(is_broken.to(torch.float32), self._rates)
         return (numbers,)
 
     def _laid_out(self, outputs: Outputs) -> Outputs:
