@@ -1,5 +1,7 @@
 """What changes between compiled steps is seen."""
 
+from collections import OrderedDict
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -19,7 +21,7 @@ from tests.infer.compiled_steps import (
     steps_of,
     train,
 )
-from tests.models import regression_data
+from tests.models import make_linear_regressor, regression_data
 
 
 class Shifted(nn.Module):
@@ -30,10 +32,11 @@ class Shifted(nn.Module):
         self.linear, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
         self.register_buffer("shift", torch.zeros(1))
         self.activation, self.factors = torch.tanh, {"output": [3.0]}
+        self.offsets = OrderedDict(output=0.0)
 
     def forward(self, x):
         output = self.activation(self.dropout(self.linear(x)))
-        return self.factors["output"][0] * output + self.shift
+        return self.factors["output"][0] * output + self.shift + self.offsets["output"]
 
 
 def prune(svi):
@@ -60,6 +63,10 @@ def change_list(svi):
     svi.model.net.factors["output"][0] = 2.0
 
 
+def change_ordered(svi):
+    svi.model.net.offsets["output"] = 1.0
+
+
 def shift_outputs(svi):
     svi.model.net.linear.register_forward_hook(lambda module, args, output: output + 1)
 
@@ -80,6 +87,7 @@ def use_twice(svi):
     "change",
     [
         *(prune, use_twice, shift_outputs, shift_gradients, replace_function, change_list),
+        change_ordered,
         *(pytest.param(each, marks=pytest.mark.slow) for each in (replace_buffer, evaluate)),
         pytest.param(tell_num_data, marks=pytest.mark.slow),
     ],
@@ -124,6 +132,19 @@ def test_another_number_of_particles_is_compiled_apart():
         svi.step(*regression_data())
         assert len(steps_of(svi)) == expected
         svi.loss.num_particles = 3
+
+
+@pytest.mark.parametrize("make_guide", [ps.KTiedGuide, ps.InducingWeightGuide])
+def test_an_evaluation_between_steps_is_no_change(make_guide):
+    """Inducing weights keep a distribution as long as the parameters stay equal."""
+    model = make_linear_regressor()
+    guide, data = make_guide(model), regression_data()
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
+    for _ in range(5):
+        svi.step(*data)
+    (step,) = steps_of(svi)
+    svi.evaluate_loss(*data)
+    assert svi._step.kind_of(Call(data, {})) is step
 
 
 @pytest.mark.slow
