@@ -4,7 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import FrameType
@@ -280,24 +280,16 @@ def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[...
     if all(value.device.type == "cpu" for value in inputs):
         options |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
         options["layout_optimization"] = False
-    with torch.no_grad(), warnings.catch_warnings(), _errors_only("torch._inductor.ir"):
+    log = logging.getLogger("torch._inductor.ir")
+    with torch.no_grad(), warnings.catch_warnings(), ExitStack() as stack:
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
         for kind in (FutureWarning, DeprecationWarning):  # of torch about torch
             warnings.simplefilter("ignore", kind)
         from torch import _inductor  # which takes long, and is needed here only
 
         run: Callable[..., Any] = _inductor.compile(graph, [*inputs], options=options)
     return run
-
-
-@contextmanager
-def _errors_only(name: str) -> Iterator[None]:
-    log = logging.getLogger(name)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
