@@ -174,10 +174,10 @@ class CompiledStep(EagerStep):
         numbers, eps = self._numbers, torch.finfo(self._numbers.dtype).eps
         change = float((numbers - own)[:3].abs().max() / numbers[:3].abs().max().clamp(min=eps))
         if not all(map(torch.equal, drawn, [each.get_state() for each in step.generators])):
-            self._refuse(call, "traced, it draws other random numbers than by Python", step)
+            self._refuse(call, "traced, it draws other random numbers than by Python")
         elif not (torch.equal(numbers, own) if self._is_exact else change <= math.sqrt(eps)):
             how = f"the loss by {change:.1g} of it"
-            self._refuse(call, f"traced, its numbers differ from Python's, {how}", step)
+            self._refuse(call, f"traced, its numbers differ from Python's, {how}")
         return read
 
     def _replay(self, step: ReplayedStep, call: Call) -> list[float]:
@@ -200,14 +200,14 @@ class CompiledStep(EagerStep):
         self.optimizer.forget_gradients()
         numbers = self._take_eagerly(call.args, call.kwargs)  # which names the inputs or terms
         if failure:  # where Python does not fail
-            self._refuse(call, failure, step)
+            self._refuse(call, failure)
         return numbers
 
-    def _refuse(self, call: Call, reason: str, step: ReplayedStep | None = None) -> str:
+    def _refuse(self, call: Call, reason: str) -> str:
         """Do not compile steps with such arguments from now on; return the reason as a sentence."""
         sentence = f"This step cannot be compiled: {reason}."
-        if step is not None and step.is_compiled:
-            step.interpret()  # the record is Python's step, and inductor's is not
+        if call.step is not None and call.step.is_compiled:
+            call.step.interpret()  # the record is Python's step, and inductor's is not
             self._note(f"not compiled: {reason}")
         else:
             self._refused[call.key] = reason
@@ -219,7 +219,7 @@ class CompiledStep(EagerStep):
 
     def _take_timed(self, call: Call) -> list[float]:
         """Take a step, and let inductor compile its record after the last replay that is timed."""
-        step = self.kind_of(call)
+        step = call.step = self.kind_of(call)
         if step is None:
             return self._take_first(call)
         step.taken += 1

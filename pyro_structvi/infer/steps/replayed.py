@@ -26,6 +26,7 @@ class Call:
     Attributes:
         tensors: The tensors among the arguments.
         key: Equal for calls that can share one compiled step.
+        step: The step of its kind, if it is known.
 
     Raises:
         TypeError: If an argument is neither a tensor nor hashable.
@@ -36,6 +37,7 @@ class Call:
         self._leaves, self._structure = take_apart((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.key = (self._structure, *map(_kind_of, self._leaves))
+        self.step: ReplayedStep | None = None
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other tensors."""
