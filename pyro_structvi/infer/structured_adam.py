@@ -125,15 +125,24 @@ class StructuredAdam(torch.optim.Optimizer):
                     factor = max(LEAST, share**LOGARITHMS)
             groups[unit, steps, factor].append(value)
         own = [
-            {"params": each, "unit": factor * unit, "warm_up": steps}
+            {
+                "params": each,
+                "unit": factor * unit,
+                "warm_up": steps,
+                "posterior_lr": share * posterior_lr,
+            }
             for (unit, steps, factor), each in sorted(groups.items())
         ]
-        options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": share * posterior_lr}
-        super().__init__(own, options | {"clip": clip, "unit": 1.0, "warm_up": 0, "fused": True})
+        options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr, "clip": clip}
+        super().__init__(own, options | {"unit": 1.0, "warm_up": 0, "fused": True})
         # As torch's fused ones: it divides by `grad_scale`, and `found_inf` leaves all as it is.
         self._step_supports_amp_scaling = True
-        moved = posteriors if posterior_lr else []
-        self._correlated = dict(pair for each in moved for pair in _correlated_means(each))
+        self._correlated = {
+            mean: normal
+            for each in posteriors
+            if posterior_lr
+            for mean, normal in _correlated_means(each)
+        }
 
     @checked
     @torch.no_grad()
@@ -193,23 +202,31 @@ class StructuredAdam(torch.optim.Optimizer):
 
     def _move_means(self, divisor: Tensor | None) -> None:
         """Move the means of posteriors with correlations in their own coordinates."""
-        for group in self.param_groups:
-            means = [mean for mean in group["params"] if mean in self._correlated]
-            means = [mean for mean in means if mean.grad is not None]
-            if not means:
-                continue
-            with torch.enable_grad():
-                posteriors = [self._correlated[mean]() for mean in means]
-                noises = [
-                    mean.new_zeros(q.batch_shape + q.noise_shape).requires_grad_()
-                    for mean, q in zip(means, posteriors, strict=True)
-                ]
-                images = [q.scale_noise(e) for q, e in zip(posteriors, noises, strict=True)]
-                found = torch.autograd.grad(images, noises, [mean.grad for mean in means])
+        means = [
+            [mean for mean in group["params"] if mean in self._correlated and mean.grad is not None]
+            for group in self.param_groups
+        ]
+        posteriors = {mean: self._correlated[mean]() for each in means for mean in each}
+        if not posteriors:  # all means are frozen
+            return
+        with torch.enable_grad():
+            noises = {
+                mean: mean.new_zeros(q.batch_shape + q.noise_shape).requires_grad_()
+                for mean, q in posteriors.items()
+            }
+            images = [q.scale_noise(noises[mean]) for mean, q in posteriors.items()]
+            found = torch.autograd.grad(
+                images, [*noises.values()], [mean.grad for mean in posteriors]
+            )
+        gradients = dict(zip(posteriors, found, strict=True))
+        for group, own in zip(self.param_groups, means, strict=True):
             lr = group["posterior_lr"] * group["lr"]
-            self._adam(group, lr, divisor, noises, means, [*found], "noise_")
-            for mean, q, noise in zip(means, posteriors, noises, strict=True):
-                mean += _at_most(group["lr"] * group["unit"], q.scale_noise(noise))
+            moved = [noises[mean] for mean in own]
+            own_gradients = [gradients[mean] for mean in own]
+            self._adam(group, lr, divisor, moved, own, own_gradients, "noise_")
+            for mean in own:
+                move = posteriors[mean].scale_noise(noises[mean])
+                mean += _at_most(group["lr"] * group["unit"], move)
 
     def _adam(
         self,
@@ -225,16 +242,18 @@ class StructuredAdam(torch.optim.Optimizer):
 
         A step without a prefix counts; steps with a prefix precede it.
         """
-        states = [self.state[parameter] for parameter in parameters]
-        for state, gradient in zip(states, gradients, strict=True):
+        averages: list[Tensor] = []
+        squares: list[Tensor] = []
+        steps = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            state = self.state[parameter]
             if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=gradient.device)
-            if f"{prefix}exp_avg" not in state:
-                for name in ("exp_avg", "exp_avg_sq"):
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            steps.append(state["step"].clone() if prefix else state["step"])
+            for name, tensors in (("exp_avg", averages), ("exp_avg_sq", squares)):
+                if prefix + name not in state:
                     state[prefix + name] = torch.zeros_like(gradient)
-        steps = [state["step"].clone() if prefix else state["step"] for state in states]
-        averages = [state[f"{prefix}exp_avg"] for state in states]
-        squares = [state[f"{prefix}exp_avg_sq"] for state in states]
+                tensors.append(state[prefix + name])
         beta1, beta2 = group["betas"]
         adam(
             *(moved, gradients, averages, squares, [], steps),
