@@ -85,9 +85,7 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
                 likelihood[name] = _observed_term(model_trace, name, max_plate_nesting)
         elif name not in guide:
             raise ValueError(
-                f"The model's latent site '{name}' is missing in the guide. Call "
-                "`guide.initialize(...)` with the model's arguments so that it is found, or "
-                "add it to your guide."
+                f"The model's latent site '{name}' is missing in the guide. {_way_out(site)}"
             )
         elif not SiteRole.of(guide[name]).is_slice:
             kl[name] = _latent_term(guide[name], site)
@@ -109,6 +107,16 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
             kl[name] = _weighed(nats, handled), not is_closed
     sampled = tuple(name for name, (_, is_sampled) in kl.items() if is_sampled)
     return ELBOTerms(likelihood, {name: nats for name, (nats, _) in kl.items()}, sampled)
+
+
+def _way_out(site: Any) -> str:
+    """Return what to do about a latent site that the guide lacks."""
+    if site["fn"].has_enumerate_support:
+        return "Train by Pyro's `SVI` with `TraceEnum_ELBO`, which sums over discrete values."
+    return (
+        "Call `guide.initialize(...)` with the model's arguments so that it is found, or add it to your "
+        "guide."
+    )
 
 
 def _samples(trace: Any) -> Iterator[tuple[str, Any]]:

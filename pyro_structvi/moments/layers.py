@@ -304,6 +304,10 @@ def _attention(
         key, value = (each.repeat_interleave(heads // each.shape[-3], -3) for each in (key, value))
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
     if is_causal:
+        if attn_mask is not None:
+            raise ValueError(
+                "`attn_mask` must be None if `is_causal=True`. Pass one mask for both."
+            )
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     is_empty = None
     if attn_mask is not None:

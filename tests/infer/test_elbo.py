@@ -356,6 +356,23 @@ PYROS = {
 }
 
 
+def test_an_enumerated_site_needs_pyros_objective():
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            kind = pyro.sample("kind", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
+            pyro.sample("obs", dist.Normal(x @ weight, 0.1 + kind), obs=y)
+
+    data = torch.randn(5, 3), torch.randn(5)
+    guide = ps.MeanFieldGuide(poutine.block(model, hide=["kind"]))
+    assert math.isfinite(TraceEnum_ELBO(max_plate_nesting=1).loss(model, guide, *data))
+    with (
+        pytest.warns(UserWarning, match="in model but not guide"),
+        pytest.raises(ValueError, match="Train by Pyro's `SVI` with `TraceEnum_ELBO`"),
+    ):
+        ps.fit(model, guide, data, num_steps=1, progress=False)
+
+
 @pytest.mark.parametrize("name", PYROS)
 def test_each_draw_from_the_exact_posterior_has_the_evidence(name):
     """By every objective of Pyro and by importance sampling, since log q = log p - evidence."""

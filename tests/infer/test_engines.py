@@ -240,12 +240,14 @@ def test_arguments_that_cannot_be_compared_leave_steps_eager():
     assert "tensors or hashable" in history.compilation[0]
 
 
-def test_many_kinds_leave_steps_eager():
-    model = make_regressor(40)
-    data = [tuple(value[:size] for value in regression_data(40)) for size in range(5, 40)]
-    history = ps.fit(model, ps.KTiedGuide(model), data, num_epochs=5, progress=False)
-    assert ways(history) == ["eager"]
-    assert "more than 32 kinds" in history.compilation[0]
+def test_many_kinds_leave_steps_eager(monkeypatch):
+    assert steps.MOST_KINDS == 32
+    monkeypatch.setattr(steps, "MOST_KINDS", 3)
+    model = make_regressor(10)
+    data = [tuple(value[:size] for value in regression_data(10)) for size in range(5, 10)]
+    history = ps.fit(model, ps.KTiedGuide(model), data, num_epochs=30, progress=False)
+    assert ways(history) == ["eager", *3 * ["traced"]]
+    assert "more than 3 kinds" in history.compilation[0]
 
 
 class Batches:

@@ -262,6 +262,8 @@ def test_attention_is_the_composition_of_its_parts():
     assert_same(F.scaled_dot_product_attention(q, k, v, padding), composed(q, k, v, padding))
     added = torch.zeros(5, 5).masked_fill(~causal, -torch.inf)
     assert_same(F.scaled_dot_product_attention(q, k, v, added), composed(q, k, v, causal))
+    with pytest.raises(ValueError, match="`attn_mask` must be None if `is_causal=True`"):
+        F.scaled_dot_product_attention(q, k, v, padding, is_causal=True)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
