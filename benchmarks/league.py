@@ -30,7 +30,14 @@ import pyro_structvi as ps
 from benchmarks.choices import CHOICES, call_of
 from benchmarks.convergence import bound
 from benchmarks.league_problems import LEAGUE, LeagueProblem, regression_gap
-from benchmarks.league_tables import CEILING, HEADER, PRIOR, draw_figure, league_tables
+from benchmarks.league_tables import (
+    CEILING,
+    HEADER,
+    PRIOR,
+    SAMPLED,
+    draw_figure,
+    league_tables,
+)
 from benchmarks.peers import PEERS
 from benchmarks.problems import Problem
 from benchmarks.rows import ResultsFile
@@ -41,7 +48,6 @@ DROPOUT = 'StructuredGuide({"net.0.*": PointEstimate(), "*": Dropout(rate=0.1)})
 
 
 MIXTURE = "MixtureGuide(partial(MatrixNormalGuide, join_bias=True), size=5)"
-SAMPLED = "mclmc(EnsembleGuide(size=8))"
 matrix_normal = partial(ps.MatrixNormalGuide, join_bias=True)
 
 

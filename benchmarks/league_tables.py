@@ -21,6 +21,7 @@ TITLES = {
     "energy": "UCI energy with a gap, 8-50-2 ReLU, 512 examples",
 }
 CEILING, PRIOR = "reference, again", "prior"
+SAMPLED = "mclmc(EnsembleGuide(size=8))"
 SPREAD, COVERAGE = "log ratio of deviations", "coverage"
 LARGEST_R_HAT = 1.05  # of functions; above it the draws of NUTS are no reference
 

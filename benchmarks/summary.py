@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, geometric_mean, stdev
+from statistics import fmean, geometric_mean, median, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.choices import CHOICES, MEAN_FIELD, PICTURED, Choice
@@ -23,6 +23,7 @@ from benchmarks.league_tables import (
     CEILING,
     HEADER,
     PRIOR,
+    SAMPLED,
     SPREAD,
     Cells,
     by_problem,
@@ -274,6 +275,7 @@ def peers(rows: Iterable[Row]) -> str:
     """Return the table of other packages beside some guides, the closest to NUTS first."""
     found = summarize(rows)
     titles = {choice.code: f"`{choice.code}`" for choice in CHOICES if choice.guide in BESIDE_PEERS}
+    titles[SAMPLED] = f"`{SAMPLED}`"
     titles |= {name: name for name in PEERS if name in found}
     body = [
         [*net_cells(titles[name], found[name]), f"{found[name].exact:.2f}"]
@@ -284,10 +286,19 @@ def peers(rows: Iterable[Row]) -> str:
 
 def recommended(rows: Iterable[Row]) -> list[Recommendation]:
     """Return the recommendations, by the results of the league and others."""
+    rows = list(rows)
     found = summarize(rows)
     distances = {name: own.distance for name, own in found.items()}
     by_net = {name: own.by_problem for name, own in found.items()}
-    return recommendations(distances, by_net, distances[CEILING])
+    return recommendations(distances, by_net, seconds_of_sampling(by_problem(rows)))
+
+
+def seconds_of_sampling(problems: Mapping[str, Cells]) -> dict[str, float]:
+    """Return the median seconds of sampling over nets, by method."""
+    nets = [cells for cells in problems.values() if mixes(cells)]
+    return {
+        name: median(fmean(cells[name]["seconds"]) for cells in nets) for name in (CEILING, SAMPLED)
+    }
 
 
 def of_page(rows: Iterable[Row], choices: Sequence[Choice]) -> str:

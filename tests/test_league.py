@@ -21,7 +21,6 @@ from benchmarks import (
     league_tables,
     methods,
     pyro_peers,
-    recommendation,
     summary,
     tables,
 )
@@ -32,7 +31,7 @@ from benchmarks.laplace_peers import (
     likelihood_of,
     prior_precisions,
 )
-from benchmarks.league_tables import HEADER
+from benchmarks.league_tables import HEADER, SAMPLED
 from benchmarks.rows import ResultsFile, read_rows
 from benchmarks.tables import three_digits
 from pyro_structvi.testing.noise import assert_mean
@@ -359,19 +358,15 @@ def found():
     return summary.summarize(read_rows(summary.RESULTS / "league.csv", HEADER))
 
 
-def recommended(found):
-    by_net = {name: own.by_problem for name, own in found.items()}
-    distances = {name: own.distance for name, own in found.items()}
-    return recommendation.recommendations(distances, by_net, 0.1)
-
-
 def test_recommended_guides_are_those_that_won(found):
-    rows = recommended(found)
-    small, wide, smaller = rows[0], rows[2], rows[4]
+    rows = summary.recommended(read_rows(summary.RESULTS / "league.csv", HEADER))
+    small, wide, smaller, sampled = rows[0], rows[2], rows[4], rows[5]
     closest = min(summary.CHOICES, key=lambda choice: found[choice.code].distance)
     assert f"`{closest.code}`" in small.call
     assert f"at {found[closest.code].distance:.2f} of" in small.evidence
     assert "on 4 of 5 nets" in small.evidence, "as the caption of the closest guides names them"
+    assert found[SAMPLED].distance < found[closest.code].distance
+    assert f"at {found[SAMPLED].distance:.2f} of" in sampled.evidence
     accuracies = re.findall(r"([\d.]+) %", wide.evidence)
     assert [float(each) for each in accuracies] == sorted(map(float, accuracies), reverse=True)
     costs = summary.step_costs("wide")
