@@ -41,8 +41,10 @@ HEADING = re.compile(r"^#{1,3} (?P<title>.+)$", re.MULTILINE)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 TOCTREE = re.compile(r"^```{toctree}\n(?P<entries>.*?)^```", re.DOTALL | re.MULTILINE)
 LONGEST_LEVEL = 9  # entries on a level of the navigation
-# Pages that train for some seconds; a sample of them runs in CI.
+# Pages that train or import for some seconds; a sample of them runs in CI.
 SLOW = {
+    "docs/how_to/deploy.md",
+    "docs/how_to/many_devices.md",
     "docs/how_to/is_it_any_good.md",
     "docs/how_to/lora.md",
     "docs/how_to/checkpoints.md",
