@@ -97,6 +97,7 @@ def conformal_sets(
         levels".
     """
     known = checked_probabilities("calibration", calibration)
+    check_shape("y", y, known.shape[:1], "(n,)", by="calibration")
     scores = 1 - known[torch.arange(len(known)), checked_classes("y", y, known)]
     new = checked_probabilities("probabilities", probabilities)
     check_shape("probabilities", new, (len(new), known.shape[-1]), "that of `calibration`")

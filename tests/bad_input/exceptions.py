@@ -23,6 +23,7 @@ FINE = {
         *("Validation.patience", "nuts.max_tree_depth", "*.expand.batch_shape"),
         "Eigenbasis*.block_size",  # the largest size of a block
         *("plot_coverage.num_examples", "estimate_memory.rank"),
+        "IsotropicStudentT.event_shape",
     ),
     "huge, fraction": ("*.init_scale",),
     "two": ("HierarchicalScale.fan_in",),
@@ -31,13 +32,13 @@ FINE = {
     "none": ("*.init_loc_fn", "*.create_plates"),
     "empty": ("*.site", "bayesianize.layers"),
     # numbers in the place of tensors, and tensors of numbers
-    "number, scalar": ("*scale",),
+    "number, scalar": ("*scale", "IsotropicStudentT.df"),
     "list, number, scalar": ("*.conditional_scale",),
     "list": ("AugmentedMatrixNormal.*scale",),
     "tensor": ("Regressor.noise_scale",),
     "scalar": ("*.kept",),
     # further dimensions in front, more rows, more columns, in any order
-    "deeper": ("*Normal.loc", "ScaleMixtureNormal.*"),
+    "deeper": ("*Normal.loc", "ScaleMixtureNormal.*", "IsotropicStudentT.*"),
     "deeper, infinity": ("*.log_prob.value",),  # whose density is zero
     "scalar, empty, deeper": ("Auxiliary.log_prob.value", "ScaleMixtureNormal.log_prob.value"),
     "deeper, longer": ("*.image.x", "GlobalInducingGuide.inputs", "laplace_variances.x"),
