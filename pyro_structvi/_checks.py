@@ -46,7 +46,7 @@ Program = Annotated[Callable[..., Any], NO_CLASS]
 def checked(target: T) -> T:
     """Let a function check its arguments against its annotations.
 
-    Where it takes ``validate_args``, it does so only if arguments are to be validated.
+    A function with ``validate_args`` checks them only if arguments are to be validated.
     """
     loose = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     own = signature(target)

@@ -87,7 +87,7 @@ def kronecker_quadratic(k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Return ``k' (I - G (x) F)^-1 k (*sample, *batch)`` for given ``I - G`` and ``I - F``.
 
     The solution x is a constant in ``2 k' x - x' (I - G (x) F) x``, which has the right first
-    derivatives; those of eigenvectors are unstable at close eigenvalues.
+    derivatives. Derivatives of eigenvectors are unstable at close eigenvalues.
     """
     (g, row_basis), (f, column_basis) = (
         torch.linalg.eigh(each.detach()) for each in (rows, columns)

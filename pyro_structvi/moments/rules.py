@@ -300,7 +300,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
     def replayed(self, inner: Mapping[int, Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Any]:
-        """Return the call as a function of a source, given those of its arguments by identity."""
+        """Return the call as a function of a source, given functions of its arguments by identity."""
         leaves, structure = take_apart((self.args, self.kwargs))
 
         def apply(values: Tensor) -> Any:

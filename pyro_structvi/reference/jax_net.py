@@ -82,8 +82,8 @@ class JaxNet:
     """The forward pass of a torch net on JAX arrays.
 
     The net is traced once with :mod:`torch.fx`; each call runs the recorded functions in JAX.
-    ``site_names`` are those of its sites, ``sites`` those that the forward pass uses, and ``output`` is
-    that of the likelihood.
+    ``site_names`` has all its sites, ``sites`` the sites of the forward pass, and ``output`` is the
+    likelihood's.
 
     Raises:
         NotImplementedError: If a function of the net has no translation, or the net cannot be traced.

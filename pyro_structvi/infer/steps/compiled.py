@@ -35,8 +35,8 @@ class CompileFallbackWarning(UserWarning):
 class CompiledStep(EagerStep):
     """Records the third step of each kind of call, and replays it from the fifth step on.
 
-    The first four steps of a kind are eager. The second must change no values that a replay would not;
-    the third is compared with the record, and the fourth with a replay. A record is not used if it gives
+    The first four steps of a kind are eager. Step two must change no values that a replay would not,
+    step three is compared with the record, and step four with a replay. A record is not used if it gives
     another loss or draws other random numbers.
 
     Args:

@@ -30,7 +30,7 @@ State = dict[str, tuple[tuple[Hashable, ...], ...]]  # pairs by place
 
 
 def same(value: object) -> Hashable:
-    """Return what is equal to that of the same object only, and keeps it alive."""
+    """Return a key of an object by identity, which keeps the object alive."""
     return frozenset([value])
 
 
