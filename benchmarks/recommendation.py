@@ -94,7 +94,7 @@ def recommendations(
     Args:
         distances: Of predictions to those of NUTS, by calls, in units of mean field's.
         by_net: The same by calls and nets.
-        seconds_of_sampling: Median seconds of sampling, by method.
+        seconds_of_sampling: Median seconds of a processor over nets, by method; of NUTS the slower run.
     """
     small, (wide, accuracy, by_adamw) = for_small_nets(distances), for_wide_nets()
     least, largest, seconds = for_tables()
@@ -138,13 +138,13 @@ def recommendations(
         Recommendation(
             "a few hundred weights",
             "[`reference.mclmc`](how_to/reference_posteriors.md) from an `EnsembleGuide`",
-            f"{seconds_of_sampling[SAMPLED]:.0f} s",
+            f"{seconds_of_sampling[SAMPLED]:.0f} s of a processor",
             f"chains at {distances[SAMPLED]:.2f} of mean field's distance",
         ),
         Recommendation(
             "the exact posterior of a few hundred weights",
             "[`reference.nuts`](how_to/reference_posteriors.md)",
-            f"{seconds_of_sampling[CEILING]:.0f} s",
+            f"{seconds_of_sampling[CEILING]:.0f} s of a processor",
             f"a second run is at {distances[CEILING]:.2f} of mean field's distance",
         ),
     ]

@@ -43,10 +43,11 @@ def normal_points(count: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
 MOST_STEPS = 100  # bisection alone takes some 60 in double precision
 
 
+@torch.no_grad()
 def find_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
     """Return the root between ``low`` and ``high`` of an increasing function of unit range, elementwise.
 
-    Steps are of inverse quadratic interpolation where it is safe, else of bisection.
+    It has no gradient. Steps are of inverse quadratic interpolation where it is safe, else of bisection.
 
     References:
         Chandrupatla (1997), "A new hybrid quadratic/bisection algorithm for finding the zero of a

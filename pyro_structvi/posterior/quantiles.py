@@ -36,8 +36,7 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         found: Tensor = cdf(values.unsqueeze(1)).mean(1) - levels.squeeze(1)
         return found
 
-    with torch.no_grad():
-        found = find_root(excess, parts.amin(1), parts.amax(1))
+    found = find_root(excess, parts.amin(1), parts.amax(1))
     if not parts.requires_grad:
         return found
     # The derivative of the root is that of a step of Newton's method, which is zero there.

@@ -15,28 +15,17 @@ from torch.distributions import (
     StudentT,
     TransformedDistribution,
     biject_to,
+    transforms,
 )
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import (
-    AbsTransform,
-    ExpTransform,
-    ReshapeTransform,
-    SigmoidTransform,
-    SoftplusTransform,
-    TanhTransform,
-)
 from torch.distributions.utils import lazy_property
 
-from pyro_structvi.linalg.matrices import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single, is_half
 
 DRAWS = 99
-WITHOUT_TENSORS = (  # transforms, also of the log-normal and half-normal distributions
-    AbsTransform,
-    ExpTransform,
-    ReshapeTransform,
-    SigmoidTransform,
-    SoftplusTransform,
-    TanhTransform,
+WITHOUT_TENSORS = tuple(  # transforms, also of the log-normal and half-normal distributions
+    getattr(transforms, f"{name}Transform")
+    for name in ("Abs", "Exp", "Reshape", "Sigmoid", "Softplus", "Tanh")
 )
 
 
@@ -131,7 +120,17 @@ def tensors_of(distribution: Any) -> list[Tensor]:
 
 def in_single(distribution: Any) -> Any:
     """Return a distribution with half-precision tensors in single, so that sums are not rounded."""
-    return map_tensors(distribution, at_least_single)
+    # An eager step calls it for all its distributions, which are seldom in half precision.
+    return map_tensors(distribution, at_least_single) if _has_half(distribution) else distribution
+
+
+def _has_half(distribution: Any) -> bool:
+    return any(
+        is_half(value)
+        if isinstance(value, Tensor)
+        else isinstance(value, Distribution) and _has_half(value)
+        for value in vars(distribution).values()
+    )
 
 
 def example_of(prior: Any) -> Tensor:
