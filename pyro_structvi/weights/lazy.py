@@ -8,7 +8,13 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_structvi._torch import METADATA, inside_backward, tree_map, without_storage
+from pyro_structvi._torch import (
+    METADATA,
+    inside_backward,
+    read_metadata,
+    tree_map,
+    without_storage,
+)
 from pyro_structvi.linalg.matrices import autocasts
 from pyro_structvi.maps.calls import (
     Application,
@@ -84,7 +90,7 @@ class WeightPlaceholder(Tensor):
         """Call ``func`` with ordinary tensors, unless its result is available without them."""
         kwargs = kwargs or {}
         if func in METADATA:
-            return super().__torch_function__(func, types, args, kwargs)
+            return read_metadata(func, args, kwargs)
         for rule in (_read_view, rewritten):
             found = rule(func, args, kwargs)
             if found is not None:

@@ -130,7 +130,9 @@ def _contents(value: Any, with_memory: bool) -> Hashable:
         return own
     if isinstance(value, CONTAINERS) and (with_memory or len(value) <= MOST_VALUES):
         each = value.values() if isinstance(value, dict) else value
-        return tuple([_contents(item, with_memory) for item in each])
+        return tuple([
+            item if type(item) in STEERING else _contents(item, with_memory) for item in each
+        ])
     if isinstance(value, SiteUse):
         return (*vars(value).values(),)
     return same(value) if with_memory and isinstance(value, Tensor) else None

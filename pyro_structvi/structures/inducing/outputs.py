@@ -269,6 +269,8 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
+        if len(self.event_shape) == 1:
+            return self._covariance_of_channels()
         hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
         gain = torch.einsum("...ai,...pb->...piab", self._bases.rows, hidden).flatten(-2)
         own = (self._bases.squared_scale * squared).expand(gain.shape[:-1])
@@ -282,6 +284,15 @@ class MatheronOutputs(GaussianOutputs):
             f"...pim,...mn,...qkn->...{order}", gain, shared, gain
         )
         return covariance.flatten(-2).flatten(-3, -2)
+
+    def _covariance_of_channels(self) -> Tensor:
+        """Return the covariance at one position, by no matrix over all inducing weights."""
+        rows, squared_scale = self._bases.rows, self._bases.squared_scale
+        seen = self._inducing.image_under(DenseMap(False), self._hidden).covariance_matrix
+        overlap = self._hidden.square().sum(-1)[..., None, None] * squared_scale
+        own = (squared_scale[..., 0] * self._squared).expand(self.batch_shape + self.event_shape)
+        covariance: Tensor = rows.mT @ (seen - overlap * identity_like(seen)) @ rows
+        return covariance + torch.diag_embed(own)
 
     def _at_positions(self, tensor: Tensor) -> Tensor:
         """View ``(*batch, *event)`` as ``(*batch, positions, channels)``."""

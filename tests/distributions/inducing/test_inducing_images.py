@@ -24,6 +24,15 @@ def test_a_draw_of_outputs_forms_nothing_of_the_weights_size(join):
     assert max(recorded.sizes) <= 4 * 70
 
 
+def test_a_covariance_of_outputs_forms_nothing_of_the_squared_size_of_inducing_weights():
+    joint = make_joint((), (30, 30), FLOAT64, inducing_shape=(20, 20))
+    q = InducingNormal(joint, torch.randn(20, 20), positive(20, 20, dtype=FLOAT64), 0.3)
+    with RecordsSizes() as recorded:
+        covariance = q.image(torch.randn(4, 30)).covariance_matrix
+    assert covariance.shape == (4, 30, 30)
+    assert max(recorded.sizes) <= covariance.numel()
+
+
 @pytest.mark.parametrize(
     ("shape", "image_size", "ways"),
     [
