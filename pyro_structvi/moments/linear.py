@@ -171,9 +171,9 @@ def linear_moments(application: Application) -> RandomTensor:
     loc = (BiasColumnMap(linear_map) if is_joint else linear_map)(m, matrix, bias_mean)
 
     has_covariance = linear_map.is_dense and loc.dim() == 2
-    bias_covariance = None if bias_variance is None else covariance_of(bias)
     if settings.full_covariance and has_covariance:
-        covariance = total(_covariance(x, q, matrix, is_joint), bias_covariance)
+        of_bias = None if bias_variance is None else covariance_of(bias)
+        covariance = total(_covariance(x, q, matrix, is_joint), of_bias)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         found = RandomTensor(loc, variance, settings, covariance)
         found.map_of = own
@@ -205,7 +205,8 @@ def linear_moments(application: Application) -> RandomTensor:
             else:
                 spread: Tensor = F.linear(v, (own.unsqueeze(1) * own).flatten(0, 1))
                 shared = shared + spread.reshape(len(v), len(own), -1)
-        shared = total(shared, bias_covariance)
+        if bias_variance is not None:
+            shared = shared + covariance_of(bias)
         return shared + torch.diag_embed(variance - shared.diagonal(dim1=-2, dim2=-1))
 
     found.form_covariance = cache(form_covariance) if has_covariance else None

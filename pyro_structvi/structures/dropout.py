@@ -232,6 +232,9 @@ class _DropoutOutputs(OutputDistribution):
 
     @property
     def variance(self) -> Tensor:
+        if self._map.is_dense:  # a channel is one input
+            matrix = self._weight.as_matrix(self._weight.loc)
+            return self._weight._odds * self._map(self._x.square(), matrix.square())
         return self._columns.square().sum(0)
 
     @property
