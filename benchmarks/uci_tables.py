@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 from benchmarks.markdown import markdown
 from benchmarks.rows import Row
@@ -110,6 +110,8 @@ def sampling_table(rows: Iterable[Row]) -> str:
 def estimators_table(rows: Iterable[Row]) -> str:
     """Return log likelihood and RMSE of estimators on each set, of the splits that all of them have.
 
+    Seconds are the least and the largest of the sets' medians.
+
     Args:
         rows: Rows of :data:`ESTIMATORS`.
     """
@@ -131,8 +133,12 @@ def estimators_table(rows: Iterable[Row]) -> str:
             cells.append(
                 "; ".join(within(c) if c else "-" for c in columns) if any(columns) else ""
             )
-        seconds = within([float(row[5]) for row in own])
-        body.append([method, *cells, seconds])
+        medians = [
+            median(float(row[5]) for row in own if row[0] == name)
+            for name in dict.fromkeys(row[0] for row in own)
+        ]
+        ends = dict.fromkeys(f"{end(medians):.0f}" for end in (min, max))
+        body.append([method, *cells, " to ".join(ends)])
     head = ["log likelihood; RMSE", *(f"{name} ({len(shared[name])})" for name in sets)]
     return markdown([*head, "seconds"], body)
 
