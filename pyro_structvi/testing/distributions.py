@@ -9,7 +9,7 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor
-from torch.distributions import Normal, constraints, kl_divergence
+from torch.distributions import Normal, constraints, kl_divergence, transform_to
 
 from pyro_structvi.testing import outputs, weights
 from pyro_structvi.testing.contracts import (
@@ -244,6 +244,12 @@ def random_weight(
 
         def length(letter: str) -> int:
             whole, _, part = letter.partition(" / ")
+            missing = {whole, part or whole} - known.keys()
+            if missing:
+                raise ValueError(
+                    f"`sizes` must have the size of each letter in a shape, but {sorted(missing)} are "
+                    f"missing. Write `random_weight({distribution.__name__}, {min(missing)}=2)`."
+                )
             return known[whole] // (known[part] if part else 1)
 
         arguments = [torch.randn(*batch_shape, *event_shape, dtype=dtype)]
@@ -256,7 +262,9 @@ def random_weight(
             elif argument.constraint is constraints.positive:
                 arguments.append(positive(*shape, dtype=dtype))
             else:
-                arguments.append(torch.randn(shape, dtype=dtype))
+                onto = transform_to(argument.constraint)
+                free = torch.randn(onto.inverse_shape(torch.Size(shape)), dtype=dtype)
+                arguments.append(onto(free))
         q: WeightDistribution = distribution(*arguments)
         return q
 

@@ -48,7 +48,7 @@ class Argument:
     Args:
         shape: The dimensions behind the batch, such as ``"out, in, in"``: ``out`` and ``in`` are
             those of the weight as a matrix, ``D`` is their product, ``in / g`` a quotient, and
-            another letter a free size, the same in all arguments.
+            another letter a free size, the same in all arguments. ``""`` is one number.
         constraint: The constraint of its values.
     """
 
@@ -58,7 +58,13 @@ class Argument:
     @property
     def letters(self) -> tuple[str, ...]:
         """The dimensions one by one."""
-        return tuple(self.shape.split(", "))
+        parts = self.shape.split(",") if self.shape else []
+        return tuple(" / ".join(each.strip() for each in part.split("/")) for part in parts)
+
+    @property
+    def text(self) -> str:
+        """The shape for errors, such as ``(*batch, out, in)``."""
+        return shape_text(("*batch", *self.letters))
 
 
 def declared(cls: type) -> dict[str, Argument]:
@@ -84,7 +90,7 @@ def check_event_dim(parameters: Mapping[str, Tensor], name: str, argument: Argum
     batch_dim = other.dim() - len(argument.letters)
     if batch_dim < 0 or loc.dim() <= batch_dim:
         raise ValueError(
-            f"`loc` must have shape (*batch, out, *rest) and `{name}` (*batch, {argument.shape}), "
+            f"`loc` must have shape (*batch, out, *rest) and `{name}` {argument.text}, "
             f"but got {shape_text(loc.shape)} and {shape_text(other.shape)}."
         )
 
@@ -102,23 +108,28 @@ def check_declared(q: Any, arguments: Mapping[str, Argument]) -> None:
 
     def size_of(letter: str) -> Any:
         whole, _, part = letter.partition(" / ")
-        return Fraction(sizes[whole], sizes[part] or 1) if part else sizes.get(letter, 1)
+        if part in sizes:
+            return Fraction(sizes[whole], sizes[part] or 1)
+        return sizes.get(letter, 1)
 
     for name, argument in arguments.items():
         expected = (*q.batch_shape, *map(size_of, argument.letters))
         others = {owners.get(letter, name) for letter in argument.letters} - {"loc", name}
         by = " and ".join(["loc", *sorted(others)])
-        check_shape(name, values[name], expected, f"(*batch, {argument.shape})", by=by)
+        check_shape(name, values[name], expected, argument.text, by=by)
     for name, argument in arguments.items():
-        if argument.constraint is constraints.positive:
-            check_positive(name, values[name])
-        if argument.constraint is constraints.lower_cholesky:
-            check_cholesky_factor(name, values[name])
-        if argument.constraint is orthogonal and not bool(orthogonal.check(values[name]).all()):
+        constraint, value = argument.constraint, values[name]
+        if constraint is constraints.positive:
+            check_positive(name, value)
+        elif constraint is constraints.lower_cholesky:
+            check_cholesky_factor(name, value)
+        elif constraint is orthogonal and not bool(orthogonal.check(value).all()):
             raise ValueError(
                 f"`{name}` must have orthonormal columns, but `{name}.mT @ {name}` is not the identity. "
                 f"Pass `torch.linalg.qr({name}).Q`."
             )
+        elif not bool(constraint.check(value).all()):
+            raise ValueError(f"`{name}` must satisfy the constraint {constraint}, but does not.")
 
 
 def check_parameters(q: Any, parameters: Mapping[str, Tensor], event_dim: int) -> None:

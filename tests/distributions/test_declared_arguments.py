@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.distributions import constraints
 
+from pyro_structvi.testing import check_distribution, random_weight
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.weight_distribution import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 
 class Declared(GaussianWeight, abstract=True):
@@ -74,6 +75,50 @@ def test_batch_and_event_are_told_apart_by_the_letters(batch, loc):
 def test_shapes_that_do_not_fit_are_refused(shapes, message):
     with pytest.raises(ValueError, match=message):
         declared(**shapes)
+
+
+class Scaled(IndependentWeight):
+    """With one number for each weight, and spaces left out in the shape of another argument."""
+
+    scale: Annotated[torch.Tensor, Argument("", constraints.positive)]
+    share: Annotated[torch.Tensor, Argument("out,in/g", constraints.unit_interval)]
+
+    def __init__(self, loc, scale, share, validate_args=True):
+        super().__init__({"loc": loc, "scale": scale, "share": share}, validate_args=validate_args)
+
+    @property
+    def stddev(self):
+        return self.as_weight(
+            self.scale[..., None, None] * torch.ones_like(self.as_matrix(self.loc))
+        )
+
+    def output_variance(self, linear_map, x):
+        return linear_map(x.square(), self.as_matrix(self.variance))
+
+
+def test_an_argument_may_be_one_number_for_each_weight():
+    with pytest.raises(
+        ValueError, match=r"`sizes` must have .* \['g'\] are missing. Write .*, g=2\)"
+    ):
+        random_weight(Scaled)((), (4, 6), torch.float64)
+    for batch in ((), (5,)):
+        q = random_weight(Scaled, g=2)(batch, (4, 6), torch.float64)
+        assert q.scale.shape == batch
+        assert q.share.shape == (*batch, 4, 3)
+        assert q.batch_shape == batch
+        check_distribution(q)
+    with pytest.raises(ValueError, match=r"`scale` must have .* = \(4,\), but got \(1,\)"):
+        Scaled(torch.zeros(4, 6), torch.ones(1), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, None), (1.5, "constraint Interval")])
+def test_every_constraint_is_checked(share, expected):
+    arguments = torch.zeros(4, 6), torch.tensor(1.0), torch.full((4, 3), share)
+    if expected is None:
+        Scaled(*arguments)
+        return
+    with pytest.raises(ValueError, match=f"`share` must satisfy the {expected}"):
+        Scaled(*arguments)
 
 
 def test_values_are_checked_where_arguments_are_validated():
