@@ -4,13 +4,14 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.testing import assert_close
 
+from pyro_structvi.testing.noise import assert_mean
 from pyro_structvi.weights.arguments import orthogonal
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -76,7 +77,22 @@ class Contract:
             )
             for leaf, mine, right in zip(self.leaves, own, exact, strict=True):
                 name = f"{rule}; gradient with respect to `{leaf.name}`"
+                if not mine.any():
+                    name += ", which is zero, as of a result that is detached"
                 Contract(self.owner).close(name, leaf.along(mine), leaf.along(right))
+
+    def mean_of(self, rule: str, draws: Tensor, expected: Tensor) -> None:
+        """Raise unless independent numbers ``(n, ...)`` have a mean, up to their standard error."""
+        try:
+            assert_mean(draws, expected)
+        except AssertionError as error:
+            self.fail(rule, "no significant error", error)
+
+    def with_leaf(self, name: str, value: Tensor) -> Self:
+        """Return a copy that compares the gradient of a further tensor."""
+        other = copy.copy(self)
+        other.leaves = (*self.leaves, Leaf(name, value, None))
+        return other
 
     def refuses(self, rule: str, call: Callable[[], Any], start: str) -> None:
         """Raise unless a call raises a ``ValueError`` or ``TypeError`` whose message starts so."""
@@ -136,10 +152,10 @@ def with_leaves(
 
 
 def is_defined(call: Callable[[], Any]) -> bool:
-    """Whether a call does not raise a ``NotImplementedError``."""
+    """Whether a call raises no ``NotImplementedError``, or Pyro's error of a flow without an inverse."""
     try:
         call()
-    except NotImplementedError:
+    except (NotImplementedError, KeyError):
         return False
     return True
 

@@ -20,9 +20,11 @@ from pyro_structvi.testing.contracts import (
     tensors_of,
     with_leaves,
 )
-from pyro_structvi.testing.weights import KL, Moment, Subject
+from pyro_structvi.testing.weights import KL, Moment, Subject, has_density, has_image
 from pyro_structvi.weights.arguments import orthogonal
 from pyro_structvi.weights.weight_distribution import WeightDistribution
+
+STEP = 1e-5  # of finite differences
 
 
 def check_distribution(
@@ -37,10 +39,10 @@ def check_distribution(
 
     Draws :math:`\mu + A e` of normals are read off as exact functions of their noise, so that
     :math:`A A^\top` is the covariance without a sampling error. All other members, with their gradients,
-    are compared with dense computations from it: moments, densities, KL divergences from independent
-    normals, outputs of dense layers and convolutions, ``expand``, copies, dtypes, and use at a sample
-    site. Draws that are not linear in normal noise are tested statistically, with a false alarm in 1e6
-    tests.
+    are compared with dense computations from it: moments, densities, quantiles, KL divergences,
+    outputs of dense layers and convolutions, ``rows``, ``rearranged``, ``expand``, copies, dtypes, and
+    use at a sample site. Draws that are not linear in normal noise are tested statistically, with a
+    false alarm in 1e6 tests, and gradients by finite differences.
 
     Args:
         q: An instance with random arguments, at most some dozen elements, any batch shape. Dense layers
@@ -123,13 +125,17 @@ def _arguments(q: Any, lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def _numbers(q: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
     """Return all deterministic results of a distribution, by name."""
-    names, image = ("mean", "variance", "covariance_matrix"), q.image(x)
+    names = ("mean", "variance", "covariance_matrix")
     found = {name: getattr(q, name) for name in (*names, "stddev", "variance_sum")}
-    found |= {f"image(x).{name}": getattr(image, name) for name in names}
-    if _has_density(q):
+    if has_image(q):
+        image = q.image(x)
+        found |= {f"image(x).{name}": getattr(image, name) for name in names}
+    if has_density(q):
         prior = Normal(torch.tensor(0.3).to(value), torch.tensor(0.7).to(value), False)
+        prior = prior.expand(q.batch_shape + q.event_shape)
         found |= {"log_prob": q.log_prob(value), "entropy": q.entropy()}
-        found["KL"] = kl_divergence(q, prior.expand(q.batch_shape + q.event_shape))
+        if is_defined(lambda: kl_divergence(q, prior)):
+            found["KL"] = kl_divergence(q, prior)
     return found
 
 
@@ -137,12 +143,40 @@ def _is_shared(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _has_density(q: Any) -> bool:
-    return is_defined(lambda: (q.log_prob(q.mean), q.entropy()))
-
-
 def _has_expand(q: Any) -> bool:
     return is_defined(lambda: q.expand((2, *q.batch_shape)))
+
+
+def _check_gradients(s: Subject) -> None:
+    """Compare the gradients of a distribution without dense moments with finite differences."""
+    if s.is_normal or not s.leaves:
+        return
+    value, x = _arguments(s.q, (3,))
+    # The probe stays within the support, such as that of lower triangular factors.
+    ways = [leaf.along(torch.randn_like(leaf.value)) for leaf in s.leaves]
+
+    def numbers(q: Any) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        return _numbers(q, value, x) | {"rsample": q.rsample()}
+
+    def moved(size: float) -> dict[str, Tensor]:
+        steps = iter(ways)
+        return numbers(
+            with_leaves(fresh(s.given), lambda own: own.double() + size * next(steps))[0]
+        )
+
+    values = [leaf.value for leaf in s.leaves]
+    ahead, behind = moved(STEP), moved(-STEP)
+    for name, number in numbers(s.q).items():
+        probe = torch.randn_like(number)
+        with_graph = number + 0 * values[0].sum()
+        found = torch.autograd.grad(
+            with_graph, values, probe, retain_graph=True, materialize_grads=True
+        )
+        slope = torch.stack([(a * b).sum() for a, b in zip(ways, found, strict=True)]).sum()
+        expected = (probe * (ahead[name] - behind[name])).sum() / (2 * STEP)
+        rule = f"the gradient of `{name}` is its derivative"
+        Contract(s.owner, dtype=torch.float32).close(rule, slope, expected)
 
 
 def _check_copies(s: Subject) -> None:
@@ -164,8 +198,11 @@ def _check_dtypes(s: Subject) -> None:
     q = s.given
     exact, single = (with_leaves(fresh(q), change)[0] for change in (Tensor.double, Tensor.float))
     value, x = _arguments(exact, (7,))
-    found = _numbers(single, value.float(), x.float())
-    found |= {"rsample": single.rsample(), "image(x).rsample": single.image(x.float()).rsample()}
+    with s.part("single precision: a new tensor has dtype and device of the arguments"):
+        found = _numbers(single, value.float(), x.float())
+        found["rsample"] = single.rsample()
+        if has_image(single):
+            found["image(x).rsample"] = single.image(x.float()).rsample()
     for name, number in found.items():
         s.equal(f"`{name}` keeps the dtype of the arguments", number.dtype, torch.float32)
     close = Contract(s.owner, dtype=torch.float32).close
@@ -186,7 +223,7 @@ def _check_in_pyro(s: Subject) -> None:
         with pyro.plate("members", 3):
             value = pyro.sample("weight", q)
         s.equal("a plate expands", tuple(value.shape), (3, *q.event_shape))
-    if q.batch_shape and _has_density(q):
+    if q.batch_shape and has_density(q):
         value = q.sample()
         density = q.log_prob(value)
         s.close("`to_event` sums the density", q.to_event(1).log_prob(value), density.sum(-1))
@@ -196,11 +233,11 @@ def _check_in_pyro(s: Subject) -> None:
 
 
 CHECKS = (
-    *(_check_shapes, _check_expand),
+    *(_check_shapes, _check_expand, _check_gradients),
     *(weights.check_moments, weights.check_draws, weights.check_gaussian),
-    *(weights.check_densities, weights.check_kl),
-    *(outputs.check_image, outputs.check_spread, outputs.check_rows, outputs.check_layers),
-    *(_check_copies, _check_dtypes, _check_in_pyro),
+    *(weights.check_densities, weights.check_kl, weights.check_quantiles),
+    *(outputs.check_image, outputs.check_spread, outputs.check_rows, outputs.check_rearranged),
+    *(outputs.check_layers, _check_copies, _check_dtypes, _check_in_pyro),
 )
 
 

@@ -18,9 +18,11 @@ from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.points import PointEstimate
-from pyro_structvi.testing.contracts import Contract, fixed_seed
+from pyro_structvi.testing.contracts import Contract, Leaf, fixed_seed
 from pyro_structvi.testing.guides import check_state, differences, elbo_gradients
-from pyro_structvi.testing.weights import linear
+from pyro_structvi.testing.weights import MANY, check_density, linear
+from pyro_structvi.weights.arguments import check_declared
+from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 SCALE = 0.3  # standard deviations at the start
 STARTS = 200
@@ -38,8 +40,10 @@ def check_family(
 ) -> None:
     """Check that a family obeys the contract of ``Family`` on a weight of a linear layer.
 
-    The checks cover equality, ``repr`` and copies; refused sites and options; the starting values of
-    ``init`` with memory, dtype, device and ``init_scale``; gradients of all parameters; and state dicts.
+    The checks cover equality, ``repr`` and copies; refused options; the sites that ``fits`` accepts,
+    such as filters and positive matrices; the starting values of ``init`` with memory, dtype, device and
+    ``init_scale``; gradients of all parameters; and state dicts. The density is compared with draws
+    where the distribution is not a ``WeightDistribution``, which :func:`check_distribution` checks.
 
     Args:
         family: The family.
@@ -69,6 +73,8 @@ def check_family(
             _check_start(contract, family, _guide(family, _model(size))[WEIGHT].site)
             _check_scale(contract, family, size, start_tolerance, points)
             _check_dtypes(contract, family, size)
+        with contract.part("densities"):
+            _check_density(contract, family, _guide(family, _model(size))[WEIGHT].site)
         with contract.part("gradients"):
             _check_gradients(contract, family, size, idle, num_particles)
         with contract.part("state dicts"):
@@ -104,10 +110,33 @@ def _check_sites(contract: Contract, family: Family, shape: torch.Size) -> None:
     fits = family.fits(LatentSite(WEIGHT, shape, len(shape), constraints.real, prior_scale=1.0))
     contract.equal(f"`fits` accepts a weight of shape {tuple(shape)}", fits, True)
     contract.equal("`needs` says in words which sites fit", isinstance(family.needs, str), True)
-    vector = family.fits(LatentSite("vector", torch.Size([3]), 1, constraints.real))
-    contract.equal("`fits` is True or False for a vector", type(vector), bool)
     counts = LatentSite("counts", torch.Size([3, 4]), 2, constraints.nonnegative_integer)
     contract.equal("`fits` refuses a discrete site", family.fits(counts), False)
+    make = partial(LatentSite, prior_scale=1.0)
+    for site in (
+        make("a vector", shape[:1], 1, constraints.real),
+        make("filters", torch.Size([*shape, 2]), 3, constraints.real),
+        make("a batch of numbers", shape, 0, constraints.real),
+        make("a batch of rows", shape, 1, constraints.real),
+        make("a positive matrix", shape, 2, constraints.positive),
+    ):
+        accepted = family.fits(site)
+        contract.equal(f"`fits` is True or False for {site.name}", type(accepted), bool)
+        if accepted:
+            with contract.part(f"{site.name}, which `fits` accepts"):
+                _check_other_site(contract, family, site)
+
+
+def _check_other_site(contract: Contract, family: Family, site: LatentSite) -> None:
+    """Check shapes and support at a site that a family accepts."""
+    q = family.distribution(site, **family.init(site, torch.rand(site.shape) + 0.5, SCALE))
+    rule = f"`fits` accepts {site.name}, so `distribution` has its"
+    contract.equal(f"{rule} shape", q.batch_shape + q.event_shape, site.shape)
+    if not hasattr(q, "condition"):  # by a coupling
+        contract.equal(f"{rule} event dimensions", len(q.event_shape), site.event_dim)
+    if site.support is not constraints.real:
+        inside = bool(site.support.check(q.sample(torch.Size([STARTS]))).all())
+        contract.equal(f"`fits` accepts {site.name}, so draws are in its support", inside, True)
 
 
 def _check_start(contract: Contract, family: Family, site: LatentSite) -> None:
@@ -117,6 +146,11 @@ def _check_start(contract: Contract, family: Family, site: LatentSite) -> None:
     contract.equal("`init` leaves `loc` as it is", torch.equal(loc, before), True)
     names = (*family.constants, *family.delayed)
     contract.equal("`constants` and `delayed` name tensors of `init`", {*names} - {*here}, set())
+    for name, value in here.items():
+        is_own = all(
+            size == 1 or stride for size, stride in zip(value.shape, value.stride(), strict=True)
+        )
+        contract.equal(f"elements of `{name}` share no memory, as after `expand`", is_own, True)
     storages = [value.untyped_storage().data_ptr() for value in (loc, *here.values())]
     rule = "tensors of `init` share no memory with `loc` or each other"
     contract.equal(rule, len(set(storages)), len(storages))
@@ -135,6 +169,9 @@ def _check_start(contract: Contract, family: Family, site: LatentSite) -> None:
             contract.equal(f"`unit` of `{name}` is a positive number", is_unit, True)
     q = family.distribution(site, **here)
     contract.equal("`distribution` is over the site", q.batch_shape + q.event_shape, site.shape)
+    if isinstance(q, WeightDistribution) and q._arguments:
+        with contract.part("the arguments of the distribution"):
+            check_declared(q, q._arguments)
 
 
 def _check_scale(
@@ -166,11 +203,32 @@ def _check_scale(
             rule = "at the start elements are independent with the variance `init_scale` ** 2"
             contract.close(rule, found.covariance / scale**2, expected)
         elif scale == SCALE:
-            variances = torch.stack([make(scale)[WEIGHT]().variance for _ in range(STARTS)])
+            variances = torch.stack([_marginal(make(scale)).variance for _ in range(STARTS)])
             ratio = variances.mean().item() / scale**2
             if abs(ratio - 1) > tolerance:
                 rule = "on average over starts the variance of an element is `init_scale` ** 2"
                 contract.fail(rule, f"{scale**2:.4g}", f"{ratio * scale**2:.4g}")
+
+
+def _marginal(guide: StructuredGuide) -> Any:
+    """Return the marginal distribution of the weight, also if several sites are coupled."""
+    return next(
+        q for site, q in guide.joint_posterior().conditionals("marginals") if WEIGHT in site.names
+    )
+
+
+def _check_density(contract: Contract, family: Family, site: LatentSite) -> None:
+    """Compare the density with draws at changed parameters, for a distribution without a contract."""
+    start = family.init(site, SCALE * torch.randn(site.shape), SCALE)
+    moved = {
+        n: v + SCALE * torch.randn_like(v) for n, v in start.items() if n not in family.constants
+    }
+    leaves = tuple(Leaf(name, value.requires_grad_(), None) for name, value in moved.items())
+    q = family.distribution(site, **start | moved)
+    if not isinstance(q, WeightDistribution):
+        pilot = q.sample(torch.Size([MANY])).flatten(1)
+        moments = pilot.mean(0), pilot.mT.cov()
+        check_density(Contract(contract.owner, leaves), q, *moments)
 
 
 def _check_dtypes(contract: Contract, family: Family, shape: torch.Size) -> None:

@@ -5,6 +5,7 @@ import io
 import math
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,24 @@ from pyro_structvi.infer.checkpoint import Checkpoint
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.training import fit
 from pyro_structvi.posterior.runs import sample_nodes
+from pyro_structvi.sites.site_posterior import stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.contracts import Contract, fixed_seed, is_defined
 from pyro_structvi.testing.noise import assert_mean
 
 PASSES = 200
 PARTICLES = 4
+LEVELS = [0.1, 0.5, 0.9]
 MakeGuide = Callable[[Any], StructuredGuide]
 
 
 def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = False) -> None:
     """Check that a guide obeys the contract of guides on a model with data.
 
-    The checks cover the sites, with draws, medians and quantiles; the random state; gradients of all
-    parameters; the mean of ``StructuredELBO`` against Pyro's ``Trace_ELBO``; several particles in one
-    pass; state dicts; checkpoints; and ``Predictive``. Tests of means have a false alarm in 1e6 tests.
+    The checks cover the sites; draws against calls of the guide, medians and quantiles; the random
+    state; gradients of all parameters; the mean of ``StructuredELBO`` against Pyro's ``Trace_ELBO``;
+    state dicts; checkpoints; ``Predictive``; and several particles in one pass. Tests of means have a
+    false alarm in 1e6 tests.
 
     Args:
         make: A function of the model to the guide, such as its class, with an ``init_scale`` near 0.3.
@@ -71,11 +75,14 @@ def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = Fal
             if not is_bound or losses.mean() < dense.mean():
                 rule = "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`"
                 _compare_means(contract, f"{rule}, by drawn weights", losses, dense)
-            _check_particles(contract, guide, model, data, losses)
+        with contract.part("draws"):
+            _check_draws(contract, guide, data)
         with contract.part("saving"):
             check_state(contract, initialized)
             _check_predictive(contract, guide, model, data)
             _check_checkpoint(contract, make, model, data)
+        with contract.part("particles"):
+            _check_particles(contract, guide, model, data, losses)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -136,13 +143,49 @@ def _check_sites(contract: Contract, guide: StructuredGuide, model: Any, data: A
     for way, values in ways.items():
         found = {name: (value.shape, value.dtype) for name, value in values.items()}
         contract.equal(f"values of `{way}` have the shapes and dtypes of the sites", found, latent)
-    levels = [0.1, 0.5, 0.9]
-    has_quantiles = is_defined(lambda: guide.quantiles(levels))
-    for name, value in guide.quantiles(levels).items() if has_quantiles else ():
+    has_quantiles = is_defined(lambda: guide.quantiles(LEVELS))
+    for name, value in guide.quantiles(LEVELS).items() if has_quantiles else ():
         rule = "`quantiles` are for each element"
         contract.equal(rule, tuple(value.shape), (3, *latent[name][0]))
         ordered = bool((value.diff(dim=0) >= 0).all())
         contract.equal(f"`quantiles` of '{name}' increase", ordered, True)
+
+
+@torch.no_grad()
+def _check_draws(contract: Contract, guide: StructuredGuide, data: Any) -> None:
+    """Compare draws with the values of a call, and with quantiles and medians if they are exact."""
+
+    def called() -> dict[str, Tensor]:
+        nodes = poutine.trace(guide).get_trace(*data).nodes
+        return {name: nodes[name]["value"] for name in guide.site_names}
+
+    def stacked(draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        return stack_draws([draw() for _ in range(PASSES)])
+
+    drawn, sampled = stacked(partial(guide.draw, local=True)), stacked(called)
+    own, other = (torch.cat([each[n].flatten(1) for n in drawn], 1) for each in (drawn, sampled))
+    if not torch.equal(own, other):
+        mean, mixed = own.mean(0), torch.randn(own.shape[1], 8) / own.shape[1] ** 0.5
+        rule = "`draw` has the {} of the values in a call of the guide"
+        contract.mean_of(rule.format("mean"), own - other, 0 * mean)
+        squares = (((each - mean) @ mixed.to(mean)).square() for each in (own, other))
+        excess = next(squares) - next(squares)
+        contract.mean_of(rule.format("covariance"), excess, 0 * excess[0])
+    if not is_defined(lambda: guide.quantiles(LEVELS)):
+        return
+    asked: dict[str, Any] = {"quantiles": (LEVELS, guide.quantiles(LEVELS))}
+    if not any(getattr(each(), "is_mixture", False) for each in guide.all_posteriors()):
+        asked["median"] = [0.5], {name: own.unsqueeze(0) for name, own in guide.median().items()}
+    for way, (shares, values) in asked.items():
+        for name, value in values.items():
+            flat = drawn[name].flatten(1)
+            is_continuous = (flat.sort(0).values.diff(dim=0) > 0).all(0)
+            below = (flat.unsqueeze(1) <= value.flatten(1)).double()[..., is_continuous]
+            share = torch.tensor(shares, dtype=torch.float64).unsqueeze(-1).expand_as(below[0])
+            rule = f"`{way}` of '{name}' have the shares {shares} of draws below them"
+            if is_continuous.any():
+                contract.mean_of(rule, below, share)
 
 
 @torch.no_grad()
@@ -163,7 +206,14 @@ def _check_particles(
 ) -> None:
     """Compare several particles in one pass with passes one by one: mean and variance of the loss."""
     together = StructuredELBO(num_particles=PARTICLES, vectorize_particles=True)
-    several = _losses(together, model, guide, data, PASSES // PARTICLES)
+    try:
+        several = _losses(together, model, guide, data, PASSES // PARTICLES)
+    except RuntimeError as error:
+        rule = "several particles run in one pass, by `torch.func.vmap`"
+        noise = (
+            "noise of `torch.randn` or `torch.rand`; distributions of torch fill tensors in place"
+        )
+        contract.fail(rule, noise, error)
     rule = "several particles in one pass have the mean loss of single passes"
     _compare_means(contract, rule, several, single.reshape(-1, PARTICLES).mean(-1))
     if several.std() < 3e-5 * single.abs().max():  # constant up to rounding, as of points

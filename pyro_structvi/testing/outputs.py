@@ -9,17 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
+from pyro_structvi.maps import Arrangement, BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
 from pyro_structvi.moments.linear import with_column
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.testing.noise import draw_with_noise
-from pyro_structvi.testing.weights import Subject
+from pyro_structvi.testing.weights import Subject, has_image
 from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 
-def check_image(s: Subject) -> None:
+def check_image(given: Subject) -> None:
     """Check ``image`` against the dense distribution of W x."""
-    q = s.q
+    s, q = given, given.q
+    if not has_image(q):
+        return
     matrix, covariance = s.matrices
     out, size = matrix.shape[-2:]
     ones = tuple(1 for _ in q.batch_shape)
@@ -27,7 +29,7 @@ def check_image(s: Subject) -> None:
         x = torch.randn(*lead, size).requires_grad_()
         mean = (matrix * x.unsqueeze(-2)).sum(-1)
         of_outputs = torch.einsum("...iajb,...a,...b->...ij", covariance, x, x)
-        image = q.image(x)
+        image, s = q.image(x), given.with_leaf("x", x)
         shapes = image.batch_shape + image.event_shape, image.event_shape
         s.equal("`image(x)` has the event (out,)", shapes, (mean.shape, torch.Size([out])))
         for compare in (s.compare, s.compare_densities):
@@ -36,15 +38,17 @@ def check_image(s: Subject) -> None:
             rule = "weights of a batch have independent outputs under a layer, without positions"
             s.close(rule, q.image_under(DenseMap(), x).covariance_matrix, of_outputs)
     s.compare_draws("draws of `image(x)`", lambda: q.image(x).rsample(), mean, of_outputs)
-    if not ones and s.is_normal:
+    if not ones:
         several = of_outputs.expand(2, *of_outputs.shape)
         name = "several draws of `image(x)`"
-        s.compare_draws(name, lambda: q.image(x).rsample((2,)), mean, several)
+        s.compare_draws(
+            name, lambda: q.image(x).rsample((2,)), mean.expand(2, *mean.shape), several
+        )
     for sample_shape in ((5,), (2, 5)):
         got = tuple(image.rsample(torch.Size(sample_shape)).shape)
         s.equal("draws of `image(x)` have their shape", got, (*sample_shape, *mean.shape))
     zero = torch.zeros_like(x).requires_grad_()
-    inputs = [zero, *(leaf.value for leaf in s.leaves)]
+    inputs = [zero, *(leaf.value for leaf in given.leaves)]
     drawn = q.image(zero).rsample()
     found = torch.autograd.grad(drawn.sum(), inputs, retain_graph=True, materialize_grads=True)
     finite = all(bool(gradient.isfinite().all()) for gradient in found)
@@ -71,15 +75,51 @@ def check_spread(s: Subject) -> None:
 
 
 def check_rows(s: Subject) -> None:
-    """Check the moments of ``rows``, if defined."""
+    """Check moments and draws of ``rows``, if defined."""
     if s.q.batch_shape or s.event_dim != 2:
         return
-    index = torch.tensor([[0, s.q.event_shape[0] - 1, 0]])
+    out, size = s.q.event_shape
+    index = torch.tensor([[0, out - 1, 0], [1 % out, 0, 0]])
     rows = s.q.rows(index)
-    if rows is not None:
-        s.close("`rows(index)` has the means of the rows", rows.mean, s.mean[index])
-        variance = s.covariance.diagonal().reshape(s.mean.shape)[index]
-        s.close("`rows(index)` has the variances of the rows", rows.variance, variance)
+    if rows is None:
+        return
+    s.close("`rows(index)` has the means of the rows", rows.mean, s.mean[index])
+    covariance = s.covariance.reshape(out, size, out, size)
+    own = torch.stack([torch.stack([covariance[i, :, i] for i in each]) for each in index])
+    variance = own.diagonal(dim1=-2, dim2=-1)
+    s.close("`rows(index)` has the variances of the rows", rows.variance, variance)
+    whole = rows.covariance_matrix  # its entries between positions are those of shared noise
+    blocks = whole.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    blocks = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    s.close("`rows(index)` has the covariances of the rows", blocks, own)
+    s.compare_draws("draws of `rows(index)`", lambda: s.q.rows(index).rsample(), rows.mean, whole)
+
+
+def check_rearranged(s: Subject) -> None:
+    """Check ``rearranged``, if defined, for a transpose and for a stack of matrices."""
+    shape = s.q.event_shape
+    if s.q.batch_shape or len(shape) < 2:
+        return
+    arrangements = [Arrangement.transposed(tuple(shape))]
+    if len(shape) > 2:
+        dims = (0, 2, 1, *range(3, len(shape)))
+        arrangements.append(Arrangement.of_dims(dims, tuple(shape), stack=1))
+    for arrangement in arrangements:
+        found = s.q.rearranged(arrangement)
+        if found is None:
+            continue
+        rule = f"`rearranged({arrangement})`"
+        shapes = found.batch_shape, found.event_shape
+        s.equal(f"{rule} has the shapes of stack and weight", shapes, arrangement.split_shape)
+        order = arrangement(torch.arange(shape.numel()).reshape(shape)).flatten()
+        s.close(f"{rule} has the mean in another order", found.mean, arrangement(s.mean))
+        whole = torch.block_diag(
+            *found.covariance_matrix.reshape(-1, *found.covariance_matrix.shape[-2:])
+        )
+        expected = s.covariance[order][:, order]
+        s.close(f"{rule} has the covariance in another order", whole, expected)
+        mean, covariance = found.mean, found.covariance_matrix
+        s.compare_draws(f"draws of {rule}", found.rsample, mean, covariance)
 
 
 def check_layers(s: Subject) -> None:
@@ -121,12 +161,13 @@ class _Layer:
         return channel.expand(event).flatten(), position.expand(event).flatten()
 
 
-def _check_layer(s: Subject, layer: _Layer) -> None:
+def _check_layer(given: Subject, layer: _Layer) -> None:
     """Check moments, density and draws of a layer's outputs, in each way that the weight offers."""
-    q, name = s.q, layer.name
-    matrix, _ = s.matrices
+    q, name = given.q, layer.name
+    matrix, _ = given.matrices
     out = len(matrix)
     x = torch.randn(layer.x_shape).requires_grad_()
+    s = given.with_leaf("x", x)
     linear_map, seen = layer.of_weight(q, x)
     ways = q.ways_to_apply(linear_map, seen)
     s.equal(f"`ways_to_apply` offers a drawn weight to {name}", "weight" in ways, True)

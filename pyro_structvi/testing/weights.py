@@ -9,10 +9,16 @@ from torch import Tensor
 from torch.distributions import Independent, MultivariateNormal, Normal, StudentT, kl_divergence
 
 from pyro_structvi.testing.contracts import Contract, fresh, is_defined, with_leaves
-from pyro_structvi.testing.noise import UnitDraws, assert_mean, draw_with_noise, unit_draws
+from pyro_structvi.testing.noise import UnitDraws, draw_with_noise, unit_draws
+from pyro_structvi.weights.arguments import orthogonal
+from pyro_structvi.weights.site_distributions import JoinedPrior, normal_quantiles, quantiles
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 SAMPLES = 400  # of draws without exact moments
+MANY, GROUPS = 4000, 100  # at once
+SHARE = 0.8  # of the covariance, of a narrower normal
+COLUMNS, BIAS = (..., slice(-1)), (..., -1)  # of a weight that is joined with its bias
+MOST = 20.0  # second moment of a ratio of densities whose mean is estimated
 Moment = Callable[[Any], Tensor]
 KL = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -27,6 +33,9 @@ class Subject(Contract):
     def __init__(self, given: Any, covariance: Any, mean: Any, kl: KL | None, shared: Any) -> None:
         q, leaves = with_leaves(fresh(given), Tensor.double)
         super().__init__(type(given).__name__, leaves)
+        for name, value in vars(given).items():
+            if isinstance(value, bool | int | float | str) and not name.startswith("_"):
+                self.equal(f"`expand` keeps the option `{name}`", getattr(q, name, None), value)
         self.given, self.q, self.event_dim, self.kl = given, q, len(q.event_shape), kl
         self.shared = None if shared is None else shared(q)
         drawn = linear(q.rsample)
@@ -47,6 +56,16 @@ class Subject(Contract):
             self.mean = mean(q)
         if covariance is not None:
             self.covariance = covariance(q)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether the covariance has an inverse."""
+        return narrow_normal(self.mean, self.covariance) is not None
+
+    @property
+    def has_density(self) -> bool:
+        """Whether the distribution has a density with respect to all elements."""
+        return self.is_regular and has_density(self.q)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
@@ -89,17 +108,47 @@ class Subject(Contract):
             rule = f"{name} are independent between weights of a batch, or examples"
             self.close(rule, between, torch.zeros_like(between), False)
             rule = f"{name} have their covariance, A A' for mean + A e"
-            self.close(rule, found.covariance, torch.block_diag(*blocks))
+            self.close(rule, found.covariance, dense_of_batch(covariance))
             return None
         with torch.no_grad():
-            draws = torch.stack([draw() for _ in range(SAMPLES)]).flatten(1)
-            squares = (draws - mean.flatten()).square()
-            try:
-                assert_mean(draws, mean)
-                assert_mean(squares, covariance.diagonal(dim1=-2, dim2=-1))
-            except AssertionError as error:
-                self.fail(f"{name} have mean and variance", "no significant error", error)
+            draws = torch.stack([draw() for _ in range(SAMPLES)])
+        self.compare_samples(name, draws, mean, covariance)
         return None
+
+    def compare_samples(self, name: str, draws: Tensor, mean: Tensor, covariance: Tensor) -> None:
+        """Compare independent draws ``(n, *batch, *event)`` with moments, for batches independent."""
+        away = (draws - mean).flatten(1)
+        self.mean_of(f"{name} have their mean", away, 0 * away[0])
+        products = away.unsqueeze(-1) * away.unsqueeze(-2)
+        rule = f"{name} have their covariance, and are independent of each other"
+        self.mean_of(rule, products, dense_of_batch(covariance))
+
+
+def dense_of_batch(covariance: Tensor) -> Tensor:
+    """Return the covariance of independent weights of a batch, given ``(*batch, D, D)``."""
+    whole: Tensor = torch.block_diag(*covariance.reshape(-1, *covariance.shape[-2:]))
+    return whole
+
+
+def narrow_normal(mean: Tensor, covariance: Tensor) -> MultivariateNormal | None:
+    """Return dense normals with a share of a covariance ``(*batch, D, D)``; None if it is singular."""
+    factor, failed = torch.linalg.cholesky_ex(SHARE * covariance.detach())
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    least = torch.finfo(factor.dtype).eps ** 0.5 * diagonal.amax(-1)
+    if failed.any() or bool((diagonal.amin(-1) <= least).any()):
+        return None
+    return MultivariateNormal(mean.detach().reshape(diagonal.shape), scale_tril=factor)
+
+
+def has_density(q: Any) -> bool:
+    """Whether a distribution defines ``log_prob`` and ``entropy``."""
+    return is_defined(lambda: (q.log_prob(q.mean), q.entropy()))
+
+
+def has_image(q: Any) -> bool:
+    """Whether a distribution defines the distribution of outputs."""
+    x = torch.zeros_like(q.mean[(0,) * len(q.batch_shape)][0].flatten())
+    return is_defined(lambda: q.image(x))
 
 
 def scales_noise(q: Any) -> bool:
@@ -134,12 +183,23 @@ def check_draws(s: Subject) -> None:
     q = s.q
     s.equal("`rsample` has gradients", q.rsample().requires_grad, True)
     s.equal("`sample` has no gradients", q.sample().requires_grad, False)
-    s.compare_draws("draws", q.rsample, s.mean, s.covariance)
-    if s.is_normal and not q.batch_shape:
+    torch.manual_seed(1)
+    sample = q.sample()
+    torch.manual_seed(1)
+    s.close("`sample` draws as `rsample`", sample, q.rsample(), False)
+    if not q.batch_shape:
         several = s.covariance.expand(3, *s.covariance.shape)
         s.compare_draws(
-            "several draws", lambda: torch.cat([q.rsample((2,)), q.rsample((1,))]), s.mean, several
+            "several draws",
+            lambda: torch.cat([q.rsample((2,)), q.rsample((1,))]),
+            s.mean.expand(3, *s.mean.shape),
+            several,
         )
+    if s.is_normal:
+        s.compare_draws("draws", q.rsample, s.mean, s.covariance)
+    else:
+        with torch.no_grad():
+            s.compare_samples("draws", q.rsample(torch.Size([MANY])), s.mean, s.covariance)
 
 
 def check_gaussian(s: Subject) -> None:
@@ -168,6 +228,8 @@ def check_gaussian(s: Subject) -> None:
 def check_densities(s: Subject) -> None:
     """Check ``log_prob`` and ``entropy``."""
     s.compare_densities("{} agrees with the draws", s.q, s.mean, s.covariance)
+    if not s.is_normal and s.has_density:
+        check_density(s, s.q, s.mean, s.covariance)
     if s.is_normal and s.q._validate_args:
         for kind, value, start in (
             ("another shape", torch.zeros(*s.mean.shape, 2), "`value` must have shape"),
@@ -180,7 +242,7 @@ def check_kl(s: Subject) -> None:
     """Check KL divergences from independent normals with all forms of their arguments."""
     q, shape, batch = s.q, s.mean.shape, len(s.q.batch_shape)
     if not s.is_normal:
-        return
+        return _check_kl_of_draws(s)
     one, loc, scale = torch.ones(shape), torch.randn(shape), torch.rand(shape) + 0.5
     of_weight = scale.flatten(batch)[..., 0].reshape(*q.batch_shape, *(1 for _ in q.event_shape))
     of_rows = of_weight
@@ -206,11 +268,107 @@ def check_kl(s: Subject) -> None:
         rule = f"`kl_divergence(q, p)` is E_q[log q - log p], for a normal p {name}"
         for prior in (Independent(plain, s.event_dim), plain):
             s.close(rule, kl_divergence(q, prior), expected)
+    if not batch and s.event_dim == 2 and shape[-1] > 1:
+        weight, bias = (Normal(loc[cut], scale[cut]) for cut in (COLUMNS, BIAS))
+        joined, p = JoinedPrior(weight, bias), Normal(loc, scale)
+        expected = s.kl(q, loc, scale) if s.kl is not None else kl_divergence(q, p)
+        s.close(
+            "a joined prior has the KL of the priors of weight and bias",
+            kl_divergence(q, joined),
+            expected,
+        )
     whole = Independent(Normal(loc[(0,) * batch], scale[(0,) * batch]), s.event_dim)
     expected = kl_divergence(q, whole.expand(q.batch_shape))
     s.close("one prior serves a batch of weights", kl_divergence(q, whole), expected)
     if isinstance(q, GaussianWeight):
+        _check_kl_between(s, dense)
         student = StudentT(3.0, one, 1.0)
         for other in (student, Independent(student, s.event_dim)):
             is_closed = is_defined(partial(kl_divergence, q, other))
             s.equal("a KL without closed form is refused", is_closed, False)
+    return None
+
+
+def _check_kl_between(s: Subject, dense: MultivariateNormal) -> None:
+    """Check the KL to another normal of the class, as for a prior that is an earlier posterior."""
+    if s.kl is not None or any(leaf.support is orthogonal for leaf in s.leaves):
+        return
+    p, _ = with_leaves(s.q, lambda own: 1.25 * own)
+    expected = kl_divergence(
+        dense, MultivariateNormal(p.mean.flatten(-s.event_dim), p.covariance_matrix)
+    )
+    s.close(
+        "the KL between two of the class is the KL of dense normals",
+        kl_divergence(s.q, p),
+        expected,
+    )
+
+
+# ---- draws that are not linear in normal noise -----------------------------------------------------
+
+
+def check_density(s: Contract, q: Any, mean: Tensor, covariance: Tensor) -> None:
+    """Compare a density with draws, where an inverse of the covariance exists.
+
+    Its derivatives by the leaves have the mean zero over draws, and a narrower normal p has
+    ``E_q[p / q] = 1``.
+    """
+    dense, event_dim = narrow_normal(mean, covariance), len(q.event_shape)
+    if dense is None or not is_defined(lambda: q.log_prob(q.sample().clone())):
+        return
+    draws = q.sample(torch.Size([MANY]))
+    log_density = q.log_prob(draws).detach()
+    shape = tuple(log_density.shape)
+    s.equal("`log_prob` has the shape (*sample, *batch)", shape, (MANY, *q.batch_shape))
+    if is_defined(q.entropy):
+        s.mean_of("`entropy` is E_q[-log q]", -log_density, q.entropy())
+    values = [leaf.value for leaf in s.leaves]
+    groups = [q.log_prob(own).sum() for own in draws.unflatten(0, (GROUPS, -1))]
+    scores = [
+        torch.autograd.grad(own, values, retain_graph=True, materialize_grads=True)
+        for own in groups
+    ]
+    for leaf, each in zip(s.leaves, zip(*scores, strict=True), strict=True):
+        score = torch.stack([leaf.along(own) for own in each])
+        rule = f"the derivative of `log_prob` by `{leaf.name}` has mean zero over draws"
+        s.mean_of(rule, score, 0 * score[0])
+    ratio = (dense.log_prob(draws.flatten(-event_dim)) - log_density).exp()
+    at = dense.sample(torch.Size([MANY]))
+    second = (dense.log_prob(at) - q.log_prob(at.reshape(draws.shape))).detach().exp().mean(0)
+    # Where p has more than q, as between two modes, the mean is not estimated.
+    if bool((second < MOST * ratio.mean(0)).all()):
+        rule = "`log_prob` is the log density of the draws: E_q[p / q] = 1 for a normal p"
+        s.mean_of(rule, ratio, torch.ones(q.batch_shape))
+
+
+@torch.no_grad()
+def _check_kl_of_draws(s: Subject) -> None:
+    """Compare a KL with the mean of the log ratio at draws, if both are defined."""
+    q = s.q
+    if not s.has_density:
+        return
+    plain = Normal(torch.randn(s.mean.shape), torch.rand(s.mean.shape) + 0.5)
+    draws = q.rsample(torch.Size([MANY]))
+    log_ratio = q.log_prob(draws) - plain.log_prob(draws).flatten(-s.event_dim).sum(-1)
+    for prior in (plain, Independent(plain, s.event_dim)):
+        if is_defined(partial(kl_divergence, q, prior)):
+            rule = "`kl_divergence(q, p)` is E_q[log q - log p]"
+            s.mean_of(rule, log_ratio, kl_divergence(q, prior))
+
+
+@torch.no_grad()
+def check_quantiles(s: Subject) -> None:
+    """Check quantiles, if defined, by those of normals or by draws."""
+    q, levels = s.q, torch.tensor([0.1, 0.5, 0.9])
+    if not is_defined(lambda: quantiles(q, levels)) or not s.is_regular:
+        return
+    found = quantiles(q, levels)
+    if s.is_normal:
+        deviation = s.covariance.diagonal(dim1=-2, dim2=-1).reshape(s.mean.shape).sqrt()
+        s.close(
+            "`quantiles` agree with the draws", found, normal_quantiles(s.mean, deviation, levels)
+        )
+        return
+    draws = q.rsample(torch.Size([MANY])).unsqueeze(1)
+    share = levels.reshape(-1, *(1 for _ in s.mean.shape)).expand_as(found)
+    s.mean_of("`quantiles` have their shares of draws below them", (draws <= found).double(), share)

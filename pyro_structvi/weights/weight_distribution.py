@@ -18,6 +18,7 @@ from pyro_structvi.weights.arguments import check_overrides
 from pyro_structvi.weights.outputs import NormalOutputs, dense_output_variance
 
 Way = Literal["outputs", "factors", "weight"]
+NO_OUTPUTS = "{} has no distribution of outputs. Define `{}`, or leave it out of `ways_to_apply`."
 
 
 class TensorDistribution(TorchDistribution):
@@ -84,7 +85,8 @@ class WeightDistribution(TensorDistribution):
 
     **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` of the
     tensor arguments, or annotations with an :class:`Argument` for each of them but ``loc``;
-    ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``.
+    ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``, or ``ways_to_apply`` without
+    ``"outputs"``.
 
     **Optional**: ``has_exact_positions``, True if images are exact over the positions of an example;
     ``loc``, ``variance_sum``, ``ways_to_apply``, ``rows``, ``rearranged``, ``spread``, ``expand``;
@@ -100,7 +102,8 @@ class WeightDistribution(TensorDistribution):
     _arguments: ClassVar[dict[str, arguments.Argument]] = {}
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("arg_constraints", "variance", "covariance_matrix"), ()),
-        **dict.fromkeys(("rsample", "image_under"), ()),
+        "rsample": (),
+        "image_under": ("ways_to_apply",),
     }
     loc: Tensor
 
@@ -156,9 +159,9 @@ class WeightDistribution(TensorDistribution):
         Called only where :meth:`ways_to_apply` has ``"outputs"``. The bias is a tensor ``(out,)``, or
         an independent distribution with independent elements. The marginal of each output is exact;
         correlations between the positions of an example that stem from independent elements are
-        dropped.
+        dropped. A class without it overrides :meth:`ways_to_apply`, so that its weights are sampled.
         """
-        raise NotImplementedError
+        raise NotImplementedError(NO_OUTPUTS.format(type(self).__name__, "image_under"))
 
     # ---- optional --------------------------------------------------------------------------------
 
@@ -276,7 +279,8 @@ class GaussianWeight(WeightDistribution, abstract=True):
     **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` with
     ``"loc"`` first, or annotations; ``scale_noise``, :math:`A e`; ``whiten``, :math:`A^{-1} d`, or
     ``mahalanobis`` if A is not square; ``log_det_covariance``; ``output_variance``, the variances of
-    independent outputs of a linear map, or ``image_around``, the distribution of correlated ones.
+    independent outputs of a linear map, or ``image_around``, the distribution of correlated ones, or
+    ``ways_to_apply`` without ``"outputs"``.
 
     **Optional**, in addition to :class:`WeightDistribution`: ``noise_shape``, by default the event
     shape; ``variance``, by default the diagonal of the dense covariance.
@@ -287,7 +291,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
         "scale_noise": ("rsample covariance_matrix",),
         "whiten": ("mahalanobis",),
         "log_det_covariance": (),
-        "output_variance": ("image_around", "image_under"),
+        "output_variance": ("image_around", "image_under", "ways_to_apply"),
     }
 
     # ---- required --------------------------------------------------------------------------------
@@ -307,7 +311,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
         """Return the variances of ``linear_map(x, W)``, if its outputs are independent."""
-        raise NotImplementedError
+        raise NotImplementedError(NO_OUTPUTS.format(type(self).__name__, "output_variance"))
 
     # ---- optional --------------------------------------------------------------------------------
 
@@ -381,14 +385,14 @@ class GaussianWeight(WeightDistribution, abstract=True):
 class IndependentWeight(GaussianWeight, abstract=True):
     """Independent normals with the standard deviations ``stddev``.
 
-    **Required**: ``arg_constraints``; ``stddev``, of the weight's shape;
-    ``output_variance`` or ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
+    **Required**: ``arg_constraints``; ``stddev``, of the weight's shape; ``output_variance``,
+    ``image_around`` or ``ways_to_apply``. **Optional**: any member that is cheaper than by ``stddev``.
     """
 
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         "arg_constraints": (),
         "stddev": (),
-        "output_variance": ("image_around", "image_under"),
+        "output_variance": ("image_around", "image_under", "ways_to_apply"),
     }
 
     @property

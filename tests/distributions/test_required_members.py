@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch.distributions import constraints
 
-from pyro_structvi.distributions import WeightDistribution
+from pyro_structvi.distributions import RowwiseNormal, WeightDistribution
+from pyro_structvi.maps import DenseMap
+from pyro_structvi.testing import check_distribution, random_weight
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 from tests.distributions.cases import make_mean_field
+from tests.unit_noise import assert_close
 
 ARGUMENTS = {"arg_constraints": {"loc": constraints.real}}
 
@@ -46,6 +49,7 @@ def test_a_class_that_overrides_all_users_of_a_member_does_not_need_it():
         ("whiten", ["mahalanobis"]),
         ("output_variance", ["image_around"]),
         ("output_variance", ["image_under"]),
+        ("output_variance", ["ways_to_apply"]),
     ):
         names = [name for name in REQUIRED[GaussianWeight].split() if name != member_name]
         define(GaussianWeight, names + users)
@@ -53,6 +57,27 @@ def test_a_class_that_overrides_all_users_of_a_member_does_not_need_it():
             rest = [name for name in users if name != user]
             with pytest.raises(TypeError, match=f"`{member_name}`"):
                 define(GaussianWeight, names + rest)
+
+
+def test_a_class_without_outputs_draws_its_weights():
+    """As the moments of its layers use the dense covariance, and only ``image`` is an error."""
+
+    class Drawn(RowwiseNormal):
+        output_variance, image_under = (
+            GaussianWeight.output_variance,
+            WeightDistribution.image_under,
+        )
+
+        def ways_to_apply(self, linear_map, x):
+            return ("weight",)
+
+    q = random_weight(Drawn)((), (4, 3), torch.float64)
+    check_distribution(q)
+    x, loc = torch.randn(5, 3), torch.zeros(5, 4)
+    expected = RowwiseNormal(q.loc, q.scale_tril).image(x).variance
+    assert_close(q.image_variance(DenseMap(), x, loc), expected)
+    with pytest.raises(NotImplementedError, match=r"^Drawn has no distribution of outputs"):
+        q.image(x)
 
 
 def test_members_of_a_base_between_count_and_an_abstract_class_may_lack_them():

@@ -3,17 +3,34 @@
 import re
 from dataclasses import dataclass, field
 
+import pyro.distributions as dist
 import pytest
 import torch
+import torch.nn.functional as F
 from pyro.distributions import Normal
-from torch.distributions import Independent, MultivariateNormal, kl_divergence, register_kl
+from torch.distributions import (
+    Independent,
+    MultivariateNormal,
+    constraints,
+    kl_divergence,
+    register_kl,
+)
 
 import pyro_structvi as ps
-from pyro_structvi.distributions import MatrixNormal, MeanFieldNormal, RowwiseNormal
+from pyro_structvi.distributions import (
+    JoinedPrior,
+    KTiedNormal,
+    MatrixNormal,
+    MeanFieldNormal,
+    PointMass,
+    RowwiseNormal,
+)
+from pyro_structvi.extend import Coupling, Family, couple
 from pyro_structvi.families import KTied, MeanField
-from pyro_structvi.maps import ConvolutionMap
+from pyro_structvi.maps import ConvolutionMap, DenseMap
 from pyro_structvi.testing import check_distribution, check_family, check_guide, random_weight
 from pyro_structvi.weights.outputs import NormalOutputs
+from pyro_structvi.weights.site_distributions import quantiles
 from tests.models import linear_function
 
 MATRIX, FILTERS, FLOAT64 = (4, 3), (4, 2, 2), torch.float64
@@ -26,7 +43,8 @@ def fault(base, **members):
 def make(kind, batch_shape=(), event_shape=MATRIX):
     if issubclass(kind, MeanFieldNormal):
         return kind(torch.randn(event_shape), torch.rand(event_shape) + 0.2)
-    return random_weight(kind)(batch_shape, event_shape, FLOAT64)
+    sizes = {"k": 2} if issubclass(kind, KTiedNormal) else {}
+    return random_weight(kind, **sizes)(batch_shape, event_shape, FLOAT64)
 
 
 def narrow_variance(q, linear_map, x):
@@ -89,6 +107,69 @@ def _reversed(q, p):
     return kl_divergence(MultivariateNormal(loc, torch.diag_embed(scale.square())), own)
 
 
+class DoubledKL(MatrixNormal):
+    pass
+
+
+@register_kl(DoubledKL, JoinedPrior)
+def _doubled(q, p):
+    return 2 * kl_divergence(q, p.as_normal())
+
+
+class WithoutTrace(MatrixNormal):
+    pass
+
+
+@register_kl(WithoutTrace, WithoutTrace)
+def _without_trace(q, p):
+    log_dets = p.log_det_covariance - q.log_det_covariance
+    return 0.5 * (p.mahalanobis(q.mean - p.mean) + log_dets)
+
+
+class WideQuantiles(MatrixNormal):
+    pass
+
+
+@quantiles.register
+def _by_variances(q: WideQuantiles, probs):
+    return Normal(q.loc, q.variance).icdf(probs.reshape(-1, 1, 1))
+
+
+class Powered(RowwiseNormal):
+    """Has an option that ``expand`` forgets."""
+
+    power = 1.0
+
+    def __init__(self, loc, scale_tril, power=2.0, validate_args=None):
+        super().__init__(loc, scale_tril, validate_args)
+        self.power = power
+
+
+def constant_input(q, linear_map, x):
+    return RowwiseNormal.output_variance(q, linear_map, x.detach())
+
+
+def doubled_sample(q, sample_shape=()):
+    return 2 * RowwiseNormal.rsample(q, sample_shape).detach()
+
+
+class SharedRows(NormalOutputs):
+    def rsample(self, sample_shape=()):
+        return self.loc + self.scale * torch.randn(self.loc.shape[-1])
+
+
+def rows_of_one_noise(q, index):
+    loc, variance = (F.embedding(index, table) for table in (q.loc, q.variance))
+    return SharedRows(DenseMap(), loc, variance)
+
+
+def same_factors(q, arrangement):
+    if arrangement.stack:
+        return None
+    scales = q.row_scale, q.column_scale.flip(0)
+    return KTiedNormal(arrangement(q.loc), scales[1], scales[0], validate_args=False)
+
+
 # The rule that a fault violates, and the shapes that show it.
 FAULTS = {
     "`image_variance` is the variance of a convolution": (
@@ -121,6 +202,18 @@ FAULTS = {
         fault(MeanFieldNormal, variance_sum=property(in_default_dtype)),
     ),
     "`expand` repeats `scale`": (fault(MeanFieldNormal, expand=other_batch),),
+    "`expand` keeps the option `power`": (Powered,),
+    "`sample` draws as `rsample`": (fault(RowwiseNormal, sample=doubled_sample),),
+    "of `image(x)` agrees with W x; gradient with respect to `x`, which is": (
+        fault(RowwiseNormal, output_variance=constant_input),
+    ),
+    "a joined prior has the KL of the priors of weight and bias": (DoubledKL,),
+    "the KL between two of the class is the KL of dense normals": (WithoutTrace,),
+    "`quantiles` agree with the draws": (WideQuantiles,),
+    "draws of `rows(index)` are independent": (fault(MeanFieldNormal, rows=rows_of_one_noise),),
+    "stack=0))` has the covariance in another order": (
+        fault(KTiedNormal, rearranged=same_factors),
+    ),
 }
 
 
@@ -183,7 +276,60 @@ def squared_start(base):
     return lambda own, site, loc, scale: base.init(own, site, loc, scale**2)
 
 
+@dataclass(frozen=True)
+class Doubled(Family):
+    """Twice a normal, by a transform that forgets its derivative."""
+
+    needs = "a real site"
+
+    def fits(self, site):
+        return site.is_real and not site.is_batch
+
+    def init(self, site, loc, scale):
+        return {"loc": loc.clone() / 2, "log_scale": torch.full_like(loc, scale / 2).log()}
+
+    def distribution(self, site, *, loc, log_scale):
+        base = dist.Normal(loc, log_scale.exp(), validate_args=False).to_event(site.event_dim)
+        return dist.TransformedDistribution(base, [Twice()], validate_args=False)
+
+
+class Twice(torch.distributions.transforms.Transform):
+    domain = codomain = constraints.real
+    bijective, sign = True, 1
+
+    def _call(self, x):
+        return 2 * x
+
+    def _inverse(self, y):
+        return y / 2
+
+    def log_abs_det_jacobian(self, x, y):
+        return torch.zeros_like(x)
+
+
+def of_any_matrix(own, site):
+    return not site.support.is_discrete and len(site.shape) >= 2
+
+
+def of_one_row(own, site, loc, scale):
+    start = MeanField.init(own, site, loc, scale)
+    return start | {"log_scale": start["log_scale"][:1].expand_as(loc)}
+
+
 FAMILIES = {
+    "`log_prob` is the log density of the draws": Doubled,
+    "`fits` accepts a batch of numbers, so `distribution` has its event dimensions": (
+        family(
+            fits=of_any_matrix,
+            distribution=lambda own, site, loc, log_scale: MeanFieldNormal(
+                loc, log_scale.exp(), loc.dim()
+            ),
+        )
+    ),
+    "`fits` accepts a positive matrix, so draws are in its support": (
+        family(fits=lambda own, site: of_any_matrix(own, site) and not site.is_batch)
+    ),
+    "elements of `log_scale` share no memory, as after `expand`": family(init=of_one_row),
     "a state dict restores the posterior in a new guide: draws that differ": Hidden,
     "elements are independent with the variance `init_scale` ** 2": (
         family(init=squared_start(MeanField))
@@ -244,6 +390,69 @@ class MovesTheSeed(ps.MeanFieldGuide):
         torch.randn(1)
 
 
+class Part(PointMass):
+    """A site that a coupling draws, with a scale."""
+
+    def __init__(self, loc, scale):
+        super().__init__(loc, loc.dim(), validate_args=False)
+        self.scale = scale
+
+    def condition(self, part):
+        return PointMass(*part[:1], self.event_dim, *part[1:], validate_args=False)
+
+
+@dataclass(frozen=True)
+class OneNumber(MeanField):
+    """All elements of all sites are their means plus their scales times one number."""
+
+    fault: str = field(default="", compare=False)
+
+    def distribution(self, site, *, loc, log_scale):
+        return Part(loc, log_scale.exp())
+
+
+class OneDraw(Coupling):
+    """Draws the number; one of its methods may be wrong."""
+
+    def __init__(self, sites, fault):
+        super().__init__(sites)
+        self.fault = fault
+
+    def _at(self, at, noise):
+        parts = {name: at[name] for name in self.sites if name in at}
+        return {n: (p.v + p.scale * noise(p), p.v, p.scale.square()) for n, p in parts.items()}
+
+    def sample(self, at, number):
+        noise = torch.randn(())
+        return self._at(at, lambda part: noise)
+
+    def draw(self, at, number):
+        if self.fault == "draw":
+            return self._at(at, lambda part: torch.randn_like(part.scale))
+        return self.sample(at, number)
+
+    def mean(self, at, number):
+        found = self._at(at, lambda part: 0.0)
+        scale = 3.0 if self.fault == "mean" else 1.0
+        return {n: (scale * value, scale * mean, own) for n, (value, mean, own) in found.items()}
+
+    def marginals(self, at, number):
+        found = self._at(at, lambda part: 0.0)
+        scale = 9.0 if self.fault == "marginals" else 1.0
+        return {n: (value, mean, scale * own) for n, (value, mean, own) in found.items()}
+
+
+@couple.register
+def _one_draw(family: OneNumber, posteriors, scale):
+    return OneDraw(posteriors, family.fault)
+
+
+def coupled(fault):
+    return lambda model, **options: ps.StructuredGuide(
+        model, {"*": OneNumber(fault=fault)}, **options
+    )
+
+
 def overconfident(model, **options):
     return ps.StructuredGuide(model, {"*": Overconfident()}, **options)
 
@@ -252,6 +461,9 @@ GUIDES = {
     overconfident: "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`",
     Missing: "a state dict restores the posterior in a new guide: tensors that differ",
     MovesTheSeed: "making a guide leaves the random state as it is",
+    coupled("draw"): "`draw` has the covariance of the values in a call of the guide",
+    coupled("mean"): "`median` of 'weight' have the shares",
+    coupled("marginals"): "`quantiles` of 'weight' have the shares",
 }
 
 

@@ -1,0 +1,136 @@
+"""The kit finds planted faults in a distribution that is not normal."""
+
+import re
+from typing import Annotated
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions import Normal
+from torch.distributions import constraints, register_kl
+
+from pyro_structvi.extend import Argument, WeightDistribution
+from pyro_structvi.testing import check_distribution, random_weight
+from pyro_structvi.weights.site_distributions import quantiles
+
+
+def fault(base, **members):
+    return type("Faulty", (base,), members)
+
+
+def make(kind, batch_shape=()):
+    return random_weight(kind)(batch_shape, (4, 3), torch.float64)
+
+
+class LaplaceWeight(WeightDistribution):
+    """Independent Laplace elements, without a distribution of outputs."""
+
+    scale: Annotated[torch.Tensor, Argument("out, in", constraints.positive)]
+
+    def __init__(self, loc, scale, validate_args=None):
+        super().__init__({"loc": loc, "scale": scale}, validate_args=validate_args)
+
+    @property
+    def base(self):
+        return dist.Laplace(self.loc, self.scale, validate_args=False).to_event(2)
+
+    @property
+    def variance(self):
+        return self.base.variance
+
+    @property
+    def covariance_matrix(self):
+        return torch.diag_embed(self.variance.flatten(-2))
+
+    def rsample(self, sample_shape=()):
+        return self.base.rsample(torch.Size(sample_shape))
+
+    def log_prob(self, value):
+        return self.base.log_prob(value)
+
+    def entropy(self):
+        return self.base.entropy()
+
+    def ways_to_apply(self, linear_map, x):
+        return ("weight",)
+
+
+class WrongKL(LaplaceWeight):
+    pass
+
+
+@register_kl(WrongKL, Normal)
+@register_kl(WrongKL, torch.distributions.Normal)
+def _cross_entropy_left_out(q, p):
+    return -q.entropy()
+
+
+class LaplaceQuantiles(LaplaceWeight):
+    pass
+
+
+@quantiles.register
+def _of_normals(q: LaplaceQuantiles, probs):
+    return Normal(q.loc, q.variance).icdf(probs.reshape(-1, 1, 1))
+
+
+def of_normals(q):
+    return dist.Normal(q.loc, q.variance.sqrt()).to_event(2)
+
+
+def one_number(q, sample_shape=()):
+    shape = *sample_shape, *q.batch_shape, 1, 1
+    return q.loc + q.scale * dist.Laplace(0.0, 1.0).sample(shape)
+
+
+def one_batch(q, sample_shape=()):
+    noise = dist.Laplace(0.0, 1.0).sample((*sample_shape, *q.event_shape))
+    noise = noise.reshape(*sample_shape, *(1 for _ in q.batch_shape), *q.event_shape)
+    return q.loc + q.scale * noise
+
+
+def without_normalizer(q, value):
+    return q.base.log_prob(value) + (2 * q.scale).log().sum((-2, -1))
+
+
+NOT_NORMAL = {
+    "`entropy` is E_q[-log q]": fault(LaplaceWeight, entropy=lambda q: q.base.entropy() + 1.0),
+    "the derivative of `log_prob` by `scale` has mean zero over draws": fault(
+        LaplaceWeight,
+        log_prob=without_normalizer,
+        entropy=lambda q: q.base.entropy() - (2 * q.scale).log().sum((-2, -1)),
+    ),
+    "`log_prob` is the log density of the draws": fault(
+        LaplaceWeight,
+        log_prob=lambda q, value: of_normals(q).log_prob(value),
+        entropy=lambda q: of_normals(q).entropy(),
+    ),
+    "the gradient of `log_prob` is its derivative": fault(
+        LaplaceWeight, log_prob=lambda q, value: q.base.log_prob(value).detach()
+    ),
+    "the gradient of `rsample` is its derivative": fault(
+        LaplaceWeight, rsample=lambda q, n=(): q.loc + (q.base.rsample(n) - q.loc).detach()
+    ),
+    "`kl_divergence(q, p)` is E_q[log q - log p]": WrongKL,
+    "`quantiles` have their shares of draws below them": LaplaceQuantiles,
+    "draws have their covariance": fault(
+        LaplaceWeight, variance=property(lambda q: q.scale.square())
+    ),
+    "several draws have their covariance": fault(LaplaceWeight, rsample=one_number),
+    "several draws have their covariance, and are independent of each other": fault(
+        LaplaceWeight, rsample=lambda q, n=(): q.base.rsample().expand(*n, *q.loc.shape)
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", NOT_NORMAL)
+def test_a_wrong_distribution_that_is_not_normal_fails_by_the_rule(rule):
+    with pytest.raises(AssertionError, match=re.escape(rule)):
+        check_distribution(make(NOT_NORMAL[rule]))
+
+
+def test_a_right_distribution_that_is_not_normal_passes():
+    for batch_shape in ((), (3,)):
+        check_distribution(make(LaplaceWeight, batch_shape))
+    with pytest.raises(AssertionError, match="are independent of each other"):
+        check_distribution(make(fault(LaplaceWeight, rsample=one_batch), (3,)))
