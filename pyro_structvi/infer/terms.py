@@ -150,7 +150,8 @@ def _latent_term(site: Any, in_model: Any) -> Term:
             value = value.draw_for_density()
         nats = _weighed(posterior.log_prob(value), in_model)
         nats = nats - _weighed(prior.log_prob(value), in_model)
-        return nats, isinstance(posterior, WeightDistribution)
+        is_weight = isinstance(posterior, WeightDistribution) or len(posterior.event_shape) > 1
+        return nats, is_weight
 
 
 def _joined_term(site: Any, parts: Sequence[str], model: dict[str, Any]) -> Term:

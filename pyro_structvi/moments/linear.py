@@ -115,11 +115,11 @@ def random_values(sites: Sites, settings: Settings) -> dict[str, Tensor]:
         elif isinstance(q, WeightDistribution) and not q.batch_shape:
             values[site.name] = RandomWeight(q, settings)
         else:
-            values |= site.split(_value_of(q, settings))
+            values |= site.split(_value_of(site, q, settings))
     return values
 
 
-def _value_of(q: Any, settings: Settings) -> Tensor:
+def _value_of(site: LatentSite, q: Any, settings: Settings) -> Tensor:
     base = base_of(q)
     if isinstance(base, PointMass):
         if not base.is_known:
@@ -130,7 +130,13 @@ def _value_of(q: Any, settings: Settings) -> Tensor:
         mean: Tensor = q.mean
         return mean
     if not isinstance(base, TransformedNormal):
-        return RandomTensor(q.mean, q.variance, settings)
+        try:
+            return RandomTensor(q.mean, q.variance, settings)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"The posterior of the site '{site.name}' has no mean and variance in closed form, and "
+                "so no moments of outputs. Predict with draws."
+            ) from error
     nodes, weights = gauss_hermite(NODES, base.base_dist.mean)
     return RandomTensor(*averages(base.at(nodes), weights), settings)
 

@@ -361,9 +361,8 @@ class JointPosterior:
         found: dict[str, Tensor] = {}
         for site, own in self.conditionals("marginals", True):
             distribution = in_single(own)
-            mean = getattr(distribution, "base_dist", distribution).mean
             try:
-                values = quantiles(distribution, asked.to(mean))
+                values = quantiles(distribution, asked.to(median_of(distribution)))
             except NotImplementedError as error:
                 raise NotImplementedError(
                     f"The posterior of the site '{site.name}' has no quantiles in closed form. Take "
@@ -398,8 +397,16 @@ def probabilities(probs: Sequence[float] | Tensor) -> Tensor:
 
 
 def median_of(distribution: Any) -> Tensor:
-    """Return the median of a posterior of this library, or the mean of a mixture."""
-    value: Tensor = getattr(distribution, "base_dist", distribution).mean
+    """Return the median of each element; the mean without a closed form, images of them under a flow."""
+    base = getattr(distribution, "base_dist", None)
+    if base is None:
+        mean: Tensor = distribution.mean
+        try:
+            value: Tensor = distribution.icdf(mean.new_full((), 0.5))
+        except NotImplementedError:
+            return mean
+        return value
+    value = median_of(base)
     for transform in getattr(distribution, "transforms", ()):
         value = transform(value)
     return value

@@ -219,6 +219,9 @@ class StructuredGuide(OwningAutoGuide):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the posterior median of each site; the mean for an ensemble or dropout.
 
+        It is the mean also of a distribution of Pyro without ``icdf``, and the image of its base's
+        median of a transformed distribution.
+
         A guide that is not initialized needs the model's arguments.
         """
         return self.joint_posterior(*args, **kwargs).median()

@@ -38,6 +38,7 @@ from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import check_index
 from pyro_structvi.weights.outputs import NormalOutputs
+from pyro_structvi.weights.site_distributions import image_of_quantiles, quantiles
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
@@ -310,6 +311,16 @@ class TransformedNormal(TransformedDistribution):
         value = normal.mean + normal.stddev * nodes.reshape(-1, *(1 for _ in normal.mean.shape))
         found: Tensor = ComposeTransform(self.transforms)(value)
         return found
+
+
+@quantiles.register
+def _(distribution: TransformedNormal, probs: Tensor) -> Tensor:
+    """Return exact quantiles under elementwise bijections, else the images of unconstrained ones."""
+    try:
+        found: Tensor = quantiles.dispatch(TransformedDistribution)(distribution, probs)
+    except NotImplementedError:
+        return image_of_quantiles(distribution, probs)
+    return found
 
 
 @register_kl(TransformedNormal, torch.distributions.TransformedDistribution)

@@ -13,6 +13,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Laplace, Normal, constraints, register_kl
 from torch.distributions.kl import kl_divergence
+from torch.distributions.transforms import ReshapeTransform
 from torch.special import ndtri
 
 from pyro_structvi._checks import check_finite, check_shape, checked, validates
@@ -191,10 +192,10 @@ class Auxiliary(TorchDistribution):
 def quantiles(distribution: Any, probs: Tensor) -> Tensor:
     """Return marginal quantiles ``(num, *batch_shape, *event_shape)`` of each element of a posterior.
 
-    Quantiles of a transformed distribution are transformed: they are exact for elementwise
-    bijections, and for others, such as a simplex, they are images of unconstrained quantiles.
-    Quantiles of K equally likely points are interpolated, as by :func:`torch.quantile`. Others raise
-    a ``NotImplementedError``.
+    Quantiles under elementwise bijections are transformed. On a support without one, such as a simplex,
+    mean field has the images of unconstrained quantiles. Quantiles of K equally likely points are
+    interpolated, as by :func:`torch.quantile`. Others are those of ``icdf``, or raise a
+    ``NotImplementedError``, as for a flow.
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal
@@ -203,7 +204,13 @@ def quantiles(distribution: Any, probs: Tensor) -> Tensor:
         tensor([[ 0.0000, 10.0000],
                 [ 1.9600, 13.9200]])
     """
-    raise NotImplementedError(f"There is no rule for the quantiles of {type(distribution)}.")
+    found: Tensor = distribution.icdf(in_front(probs, distribution.mean))
+    return found
+
+
+@quantiles.register(Independent)
+def _(distribution: Any, probs: Tensor) -> Tensor:
+    return quantiles(distribution.base_dist, probs)
 
 
 @quantiles.register(PointMass)
@@ -214,20 +221,20 @@ def _(distribution: Any, probs: Tensor) -> Tensor:
 
 @quantiles.register
 def _(distribution: TransformedDistribution, probs: Tensor) -> Tensor:
-    """Transform quantiles by a bijection, which may be decreasing."""
+    """Transform quantiles by elementwise bijections, which may be decreasing."""
+    for transform in distribution.transforms:
+        if not isinstance(transform, ReshapeTransform):
+            _ = transform.sign  # a NotImplementedError if elements are mixed, as in a flow
+    ends = torch.stack([image_of_quantiles(distribution, each) for each in (probs, 1 - probs)])
+    return torch.where(in_front(probs, ends[0, 0]) < 0.5, ends.amin(0), ends.amax(0))
 
-    def image(probs: Tensor) -> Tensor:
-        values = quantiles(distribution.base_dist, probs)
-        for transform in distribution.transforms:
-            values = transform(values)
-        return values
 
-    try:
-        _ = [transform.sign for transform in distribution.transforms]
-    except NotImplementedError:  # not elementwise
-        return image(probs)
-    ends, wanted = torch.stack([image(probs), image(1 - probs)]), in_front(probs, image(probs)[0])
-    return torch.where(wanted < 0.5, ends.amin(0), ends.amax(0))
+def image_of_quantiles(distribution: TransformedDistribution, probs: Tensor) -> Tensor:
+    """Return the images of the quantiles of the base of a transformed distribution."""
+    values = quantiles(distribution.base_dist, probs)
+    for transform in distribution.transforms:
+        values = transform(values)
+    return values
 
 
 def normal_quantiles(mean: Tensor, stddev: Tensor, probs: Tensor) -> Tensor:

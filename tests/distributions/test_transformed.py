@@ -1,7 +1,10 @@
 """The KL of log-normals and their kin by quadrature."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -13,10 +16,14 @@ from torch.distributions import (
     constraints,
     kl_divergence,
 )
+from torch.distributions.transforms import ReshapeTransform
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.extend import Family
+from pyro_structvi.infer.elbo import SampledKLWarning
 from pyro_structvi.structures.mean_field import TransformedNormal
+from pyro_structvi.weights.site_distributions import quantiles
 
 LOC = torch.tensor([[0.3, -1.0, 0.1], [0.0, 0.5, -0.4]], dtype=torch.float64)
 SCALE = torch.tensor([[0.01, 0.3, 1.0], [0.1, 0.6, 0.8]], dtype=torch.float64)
@@ -118,3 +125,92 @@ def test_the_kl_of_a_vector_of_scales_is_the_sum_of_those_of_its_elements():
     together = divergence(dist.HalfNormal(torch.tensor([0.5, 1.0])))
     torch.testing.assert_close(together, sum(each), rtol=1e-10, atol=0)
     torch.testing.assert_close(each[1], single, rtol=1e-10, atol=0)
+
+
+def rotated():
+    """Return normals on a matrix under a linear map that mixes its elements, and their covariance."""
+    factor = torch.tensor([[1.0, 0.0, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
+    factor = torch.cat([factor, torch.tensor([[1.0, -1.0, 3.0, 1.0]])])
+    mix = dist.transforms.LowerCholeskyAffine(torch.zeros(4), factor)
+    base = MeanFieldNormal(torch.zeros(4), torch.ones(4))
+    return dist.TransformedDistribution(base, [mix, ReshapeTransform((4,), (2, 2))])
+
+
+@dataclass(frozen=True)
+class Rotated(Family):
+    """Standard normals under a fixed linear map."""
+
+    needs = "a matrix (2, 2)"
+
+    def fits(self, site):
+        return site.shape == (2, 2)
+
+    def init(self, site, loc, scale):
+        return {"loc": loc.clone()}
+
+    def distribution(self, site, *, loc):
+        shift = dist.transforms.AffineTransform(loc, 1.0, event_dim=2)
+        return dist.TransformedDistribution(rotated(), [shift])
+
+
+def test_quantiles_are_of_elementwise_bijections():
+    """A flow mixes elements, so that images of quantiles are no quantiles of its elements."""
+    base, levels = MeanFieldNormal(LOC, SCALE, 2), torch.tensor([0.1, 0.8], dtype=torch.float64)
+    flipped = [ReshapeTransform((2, 3), (6,)), dist.transforms.AffineTransform(1.0, -2.0)]
+    found = quantiles(dist.TransformedDistribution(base, flipped), levels)
+    expected = torch.distributions.Normal(1 - 2 * LOC.flatten(), 2 * SCALE.flatten())
+    torch.testing.assert_close(found, expected.icdf(levels.unsqueeze(-1)))
+    simplex = posterior(biject_to(constraints.simplex))
+    normal = torch.distributions.Normal(LOC, SCALE).icdf(levels.reshape(-1, 1, 1))
+    torch.testing.assert_close(quantiles(simplex, levels), biject_to(constraints.simplex)(normal))
+    with pytest.raises(NotImplementedError):
+        quantiles(rotated(), levels)
+
+
+def test_a_flow_of_the_user_is_refused_where_it_has_no_closed_form():
+    net = ps.bayesianize(nn.Linear(2, 2, bias=False), prior=1.0)
+    model = ps.Regressor(net, 6, noise_scale=0.5)
+    guide, x, y = ps.StructuredGuide(model, {"*": Rotated()}), torch.randn(6, 2), torch.randn(6, 2)
+    with pytest.raises(NotImplementedError, match=r"'net.weight' has no quantiles in closed form"):
+        guide.quantiles([0.5])
+    with pytest.raises(
+        NotImplementedError, match=r"'net.weight' has no mean and variance in closed"
+    ):
+        ps.predict_moments(model, guide, x)
+    with pytest.warns(SampledKLWarning, match=r"weights \['net.weight'\]"):
+        terms = ps.StructuredELBO(num_particles=50).terms(model, guide, x, y)
+    assert terms.sampled == ("net.weight",)
+
+
+@dataclass(frozen=True)
+class Plain(Family):
+    """A distribution of Pyro at standard arguments."""
+
+    kind: Any
+    needs = "a site"
+
+    def fits(self, site):
+        return True
+
+    def init(self, site, loc, scale):
+        return {"scale": torch.full_like(loc, 0.8)}
+
+    def distribution(self, site, *, scale):
+        return self.kind(torch.zeros_like(scale) + 0.5, scale).to_event(site.event_dim)
+
+
+@pytest.mark.parametrize("kind", [dist.LogNormal, dist.Laplace, dist.Gamma, dist.Normal])
+def test_medians_and_quantiles_of_distributions_of_pyro(kind):
+    """The median of a log-normal is not its mean; a gamma distribution has no ``icdf``."""
+    prior = dist.ImproperUniform(constraints.positive, (), (3,))
+    guide = ps.StructuredGuide(lambda: pyro.sample("z", prior), {"*": Plain(kind)})
+    guide.initialize()
+    own = kind(torch.full((3,), 0.5), torch.full((3,), 0.8))
+    if kind is dist.Gamma:
+        torch.testing.assert_close(guide.median()["z"], own.mean)
+        with pytest.raises(NotImplementedError, match=r"'z' has no quantiles in closed form"):
+            guide.quantiles([0.5])
+        return
+    torch.testing.assert_close(guide.median()["z"], own.icdf(torch.tensor(0.5)))
+    levels = torch.tensor([0.1, 0.8])
+    torch.testing.assert_close(guide.quantiles(levels)["z"], own.icdf(levels.unsqueeze(-1)))
