@@ -14,9 +14,8 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.site_posterior import Coupling, SharedPosterior, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
 from pyro_structvi.structures.full_covariance import FullCovariance
-from pyro_structvi.structures.points import PointMixture
 from pyro_structvi.weights.site_distributions import PointMass
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +110,10 @@ class JointSubnetwork(SharedPosterior):
                 "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
             )
         super().__init__(posteriors, SitePosterior(family, site, family.init(site, loc, scale)))
-        q = self.posterior()
-        if not isinstance(q, WeightDistribution) or isinstance(q, PointMixture):
+        if not isinstance(self.posterior(), GaussianWeight):  # for the KL of each element
             raise TypeError(
-                f"The chosen elements need a posterior with a density, but got {family}. Use "
-                "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
+                f"The chosen elements need a posterior with a density, a normal one, but got {family}. "
+                "Use `FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
             )
         self.sizes = {name: len(start) for name, start in starts.items()}
 

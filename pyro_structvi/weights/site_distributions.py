@@ -38,7 +38,7 @@ class PointMass(Delta):
     Args:
         value: The value, ``(*batch, *event)``.
         event_dim: The number of trailing dimensions of the event.
-        mean: The mean of the distribution that the value was sampled from, if it was.
+        mean: The mean of the normal that the value was sampled from, if it was.
         variance: Its variance.
         validate_args: Whether to check arguments; Pyro's setting when None.
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from pyro.nn import PyroModule
 from torch import nn
-from torch.distributions import MultivariateNormal
+from torch.distributions import MultivariateNormal, constraints
 
 import pyro_structvi as ps
 from pyro_structvi import element_scores
+from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.families import KTied, LowRank, MeanField, Members, PointEstimate, Subnetwork
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from tests.models import linear_function, make_regressor, regression_data
@@ -233,12 +234,35 @@ def test_masks_must_fit():
             ps.SubnetworkGuide(make_regressor(), chosen).initialize(*regression_data())
 
 
+class LaplaceWeight(WeightDistribution):
+    """Not normal, though a distribution over weights."""
+
+    arg_constraints = dict.fromkeys(("loc", "scale"), constraints.real)
+    variance = property(lambda q: 2 * q.scale.square())
+    covariance_matrix = property(lambda q: torch.diag_embed(q.variance))
+
+    def rsample(self, sample_shape=()):
+        return dist.Laplace(self.loc, self.scale).rsample(sample_shape)
+
+    def entropy(self):
+        return dist.Laplace(self.loc, self.scale).entropy().sum()
+
+    def ways_to_apply(self, linear_map, x):
+        return ("weight",)
+
+
+class LaplaceFamily(MeanField):
+    def distribution(self, site, *, loc, log_scale):
+        return LaplaceWeight({"loc": loc, "scale": log_scale.exp()}, event_dim=1)
+
+
 def test_what_else_is_refused():
     model, other = make_regressor(), ps.Classifier(ps.bayesianize(nn.Linear(2, 2)), 3)
     for posterior, message in (
         (KTied(2), "the chosen elements are one vector"),
         (PointEstimate(), "need a posterior with a density"),
         (Members(2), "need a posterior with a density"),
+        (LaplaceFamily(), "need a posterior with a density, a normal one, but got LaplaceFamily"),
     ):
         with pytest.raises(TypeError, match=message):
             ps.SubnetworkGuide(model, CHOSEN, posterior=posterior)
