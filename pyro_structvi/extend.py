@@ -28,6 +28,7 @@ from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
 from pyro_structvi.weights.outputs import GaussianOutputs, NormalOutputs, OutputDistribution
+from pyro_structvi.weights.site_distributions import quantiles
 from pyro_structvi.weights.weight_distribution import (
     FactoredWeight,
     GaussianWeight,
@@ -49,6 +50,7 @@ __all__ = [
     "OutputDistribution",
     "Way",
     "WeightDistribution",
+    "quantiles",
     "solve_lower",
     # families
     "Count",
