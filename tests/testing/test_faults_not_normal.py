@@ -1,5 +1,6 @@
 """The kit finds planted faults in a distribution that is not normal."""
 
+import math
 import re
 from typing import Annotated
 
@@ -129,8 +130,49 @@ def test_a_wrong_distribution_that_is_not_normal_fails_by_the_rule(rule):
         check_distribution(make(NOT_NORMAL[rule]))
 
 
-def test_a_right_distribution_that_is_not_normal_passes():
+class StudentWeight(LaplaceWeight):
+    """With heavy tails, and a variance that reads values."""
+
+    @property
+    def base(self):
+        return dist.StudentT(5.0, self.loc, self.scale, validate_args=False).to_event(2)
+
+
+class TwoModes(LaplaceWeight):
+    """All elements are three scales above or below their means, so that the mean has no density."""
+
+    @property
+    def parts(self):
+        return [dist.Normal(self.loc + k * self.scale, self.scale).to_event(2) for k in (3, -3)]
+
+    @property
+    def covariance_matrix(self):
+        scale = self.scale.flatten(-2)
+        return 9 * scale[..., :, None] * scale[..., None, :] + torch.diag_embed(scale.square())
+
+    @property
+    def variance(self):
+        return 10 * self.scale.square()
+
+    def rsample(self, sample_shape=()):
+        shape = *sample_shape, *self.batch_shape, 1, 1
+        sign = (torch.rand(shape).to(self.loc) - 0.5).sign()
+        noise = torch.randn(*sample_shape, *self.loc.shape, dtype=self.loc.dtype)
+        return self.loc + self.scale * (3 * sign + noise)
+
+    def log_prob(self, value):
+        return torch.logaddexp(*(part.log_prob(value) for part in self.parts)) - math.log(2)
+
+    def entropy(self):
+        return self.parts[0].entropy() + math.log(2)  # up to 1e-12, with twelve elements
+
+
+@pytest.mark.parametrize("kind", [LaplaceWeight, StudentWeight, TwoModes])
+def test_a_right_distribution_that_is_not_normal_passes(kind):
     for batch_shape in ((), (3,)):
-        check_distribution(make(LaplaceWeight, batch_shape))
+        check_distribution(make(kind, batch_shape))
+
+
+def test_one_draw_for_a_batch_fails():
     with pytest.raises(AssertionError, match="are independent of each other"):
         check_distribution(make(fault(LaplaceWeight, rsample=one_batch), (3,)))
