@@ -311,6 +311,14 @@ def of_any_matrix(own, site):
     return not site.support.is_discrete and len(site.shape) >= 2
 
 
+def of_any_weight(own, site):
+    return site.is_real and not site.is_batch and len(site.shape) >= 2
+
+
+def of_two_dimensions(own, site, *, loc, log_scale):
+    return MeanFieldNormal(loc, log_scale.exp(), 2)
+
+
 def of_one_row(own, site, loc, scale):
     start = MeanField.init(own, site, loc, scale)
     return start | {"log_scale": start["log_scale"][:1].expand_as(loc)}
@@ -328,6 +336,9 @@ FAMILIES = {
     ),
     "`fits` accepts a positive matrix, so draws are in its support": (
         family(fits=lambda own, site: of_any_matrix(own, site) and not site.is_batch)
+    ),
+    "`fits` accepts filters, so `distribution` has its event dimensions": (
+        family(fits=of_any_weight, distribution=of_two_dimensions)
     ),
     "elements of `log_scale` share no memory, as after `expand`": family(init=of_one_row),
     "a state dict restores the posterior in a new guide: draws that differ": Hidden,
