@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from pyro_structvi._checks import brief, check_no_nan
@@ -98,10 +98,11 @@ def as_batches(
         sampler = EpochSampler(size, batch_size is not None, seed)
         return TensorBatches(examples, batch_size or size, sampler)
     if isinstance(data, Dataset):
-        if not isinstance(data, Sized):
+        if isinstance(data, IterableDataset) or not isinstance(data, Sized):
             raise TypeError(
-                f"`data` must know its length, but {type(data).__name__} does not. Make it a Dataset "
-                "with `__len__`, or pass a sized iterable of mini-batches."
+                "`data` must know its length and give examples by their numbers, but "
+                f"{type(data).__name__} does not. Make it a Dataset with `__len__` and `__getitem__`, "
+                "or pass a sized iterable of mini-batches."
             )
         size = _length_of([len(data)])
         return DataLoader(
@@ -111,11 +112,10 @@ def as_batches(
             pin_memory=_is_gpu(device),
             generator=torch.Generator(),  # so that the start of an epoch leaves torch's own unchanged
         )
-    is_sized = isinstance(data, Iterable) and isinstance(data, Sized) and not isinstance(data, str)
-    if not is_sized or not len(data):
+    if not isinstance(data, Iterable) or isinstance(data, str) or not _count(data):
         raise TypeError(
-            "`data` must be a tuple of tensors, a Dataset, or a sized iterable of mini-batches "
-            f"such as a DataLoader, but got {brief(data)}."
+            "`data` must be a tuple of tensors, a Dataset, or a sized iterable of mini-batches such as "
+            f"a DataLoader, but got {brief(data)}. An `IterableDataset` in a DataLoader needs `__len__`."
         )
     if batch_size is not None:
         raise ValueError(
@@ -127,13 +127,14 @@ def as_batches(
 def num_examples(batches: Any) -> int | None:
     """Return how many examples the passes visit, or None where that is not known.
 
-    A sampler that draws examples at random may take other numbers of them in a pass.
+    A sampler that draws examples at random may take other numbers of them in a pass. A data set of whole
+    mini-batches, and a user's sampler of these, tell no number of examples.
     """
     if isinstance(batches, TensorBatches):
         return len(batches.sampler)
     if not isinstance(batches, DataLoader):
         return None
-    sampler: Any = batches.sampler
+    sampler: Any = getattr(batches.batch_sampler, "sampler", None)
     if isinstance(sampler, WeightedRandomSampler):
         return int((sampler.weights > 0).sum())
     is_of_all = isinstance(sampler, DistributedSampler)
@@ -204,6 +205,14 @@ def _is_input(value: Any) -> bool:
     """Whether it is a tensor, or a mapping of tensors."""
     items = value.values() if isinstance(value, Mapping) and value else [value]
     return all(isinstance(item, Tensor) for item in items)
+
+
+def _count(batches: Any) -> int:
+    """Return the number of mini-batches; 0 if there are none, or none is known."""
+    try:
+        return len(batches)
+    except TypeError:  # also of a DataLoader of data without a length
+        return 0
 
 
 def _length_of(lengths: list[int]) -> int:

@@ -7,7 +7,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import pyro_structvi as ps
 from pyro_structvi.families import MeanField
@@ -89,6 +89,11 @@ class Stream(IterableDataset):
         return iter([])
 
 
+class Counted(Stream):
+    def __len__(self):
+        return 3
+
+
 def predict(x):
     model = make_regressor()
     return ps.predict(model, ps.MeanFieldGuide(model), x, num_samples=2)
@@ -115,7 +120,9 @@ def test_examples():
         (TypeError, "`optimizer` must be `torch.optim.Adam` or", lambda: fit(optimizer=pyros)),
         (TypeError, "an Optimizer, but got None", lambda: fit(optimizer=none, lr=0.1)),
         (ValueError, rate, lambda: fit(optimizer=none, lr=None)),
-        (TypeError, "`data` must know its length, but Stream does", lambda: fit(data=Stream())),
+        (TypeError, "`data` must know its length .* Stream does", lambda: fit(data=Stream())),
+        (TypeError, "`data` must know its length .* Counted does", lambda: fit(data=Counted())),
+        (TypeError, "in a DataLoader needs `__len__`", lambda: fit(data=DataLoader(Stream()))),
         (
             TypeError,
             r"`families.keys\(\)` must be a string, but got 3",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     RandomSampler,
     SubsetRandomSampler,
@@ -16,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import pyro_structvi as ps
 from pyro_structvi.infer import batches
-from pyro_structvi.infer.batches import Feed, as_batches
+from pyro_structvi.infer.batches import Feed, as_batches, num_examples
 
 KINDS = {
     "tensors": lambda numbers: (numbers,),
@@ -78,6 +79,31 @@ def test_the_number_of_examples_is_not_that_of_a_pass(make_sampler, expected):
     model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1), prior=1.0), noise=0.1)
     ps.fit(model, ps.MeanFieldGuide(model), loader, num_steps=1, progress=False)
     assert model.num_data == expected
+
+
+@pytest.mark.parametrize(
+    ("make_sampler", "expected"),
+    [
+        (lambda data: BatchSampler(SubsetRandomSampler(range(7)), 3, False), 7),
+        (lambda data: BatchSampler(RandomSampler(data, num_samples=5), 5, False), 20),
+        (lambda data: BatchSampler(WeightedRandomSampler(torch.arange(20), 5), 5, False), 19),
+        (lambda data: [[0, 1, 2], [3, 4, 5]], None),
+    ],
+)
+def test_a_sampler_of_mini_batches_may_take_a_part_of_the_data(make_sampler, expected):
+    data = TensorDataset(torch.randn(20, 3), torch.zeros(20, 1))
+    assert num_examples(DataLoader(data, batch_sampler=make_sampler(data))) == expected
+
+
+def test_a_data_set_of_mini_batches_does_not_tell_the_number_of_examples():
+    data = [(torch.randn(5, 3), torch.zeros(5, 1)) for _ in range(4)]
+    loader = DataLoader(data, batch_size=None, shuffle=True)
+    net = ps.bayesianize(nn.Linear(3, 1), prior=1.0)
+    model = ps.Regressor(net, noise=0.1)
+    with pytest.raises(
+        ValueError, match="`num_data` must be given to the model, since `data` does"
+    ):
+        ps.fit(model, ps.MeanFieldGuide(model), loader, num_steps=1, progress=False)
 
 
 def test_the_epoch_of_a_sampler_is_set():
