@@ -50,6 +50,12 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_left_by_transform(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transform of ``torch.func`` that is over, and cannot be copied."""
+    is_wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_wrapped and not inside_transform()
+
+
 def inside_jit_trace() -> bool:
     """Whether ``torch.jit.trace`` records this code; it takes no function that writes in place."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
@@ -239,14 +245,22 @@ def read_metadata(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return func(*args, **kwargs)
 
 
+def _computing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks of torch that compute weights before each call: pruning, old norms of weights."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
+
+
 def made_by_hooks(module: nn.Module) -> set[str]:
     """Return the attributes that hooks of torch compute of parameters before each call."""
-    hooks = [
-        hook
-        for hook in module._forward_pre_hooks.values()
-        if type(hook).__module__.startswith("torch.nn.utils.")  # pruning, old norms of weights
-    ]
+    hooks = _computing_hooks(module)
     return {str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks}
+
+
+def compute_by_hooks(module: nn.Module) -> None:
+    """Let hooks of torch compute their weights, so that these follow from the present parameters."""
+    for hook in _computing_hooks(module):
+        hook(module, ())
 
 
 __all__ = ["DispatchMode", "TensorKeyDictionary", "put_together", "take_apart"]

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from pyro_structvi._checks import checked, naming, shape_text, warn_user
+from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
 from pyro_structvi._torch import (
     BatchOrInstanceNorm,
@@ -377,8 +378,8 @@ def _copy_with_sites(
         if id(parameter) in priors or not parameter.requires_grad
     } | converted
     for module in net.modules():
-        # Hooks store computed weights, and torch copies leaves only.
-        own = [value for value in vars(module).values() if isinstance(value, Tensor)]
+        # Hooks and recurrent layers keep computed weights, and torch copies leaves only.
+        own = nested_tensors([*vars(module).values()])
         memo |= {id(value): value.detach() for value in own if not value.is_leaf}
     for module in [*net.modules()]:
         inside = without_compiler(module)

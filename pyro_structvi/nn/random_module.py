@@ -25,6 +25,7 @@ from pyro_structvi._torch import (
     forward_hooks,
     inside_backward,
     inside_reentrant_backward,
+    is_left_by_transform,
     take_apart,
     without_storage,
 )
@@ -144,9 +145,10 @@ class RandomModule(PyroModule):
         if isinstance(values, _PassValues):
             values.effects.undo()
         super().__getstate__()
-        own = vars(self).items()
-        computed = {k: v.detach() for k, v in own if isinstance(v, Tensor) and not v.is_leaf}
-        return vars(self) | computed
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        computed = {name: value.detach() for name, value in tensors.items() if not value.is_leaf}
+        left = {name for name, value in tensors.items() if is_left_by_transform(value)}
+        return {k: v for k, v in (vars(self) | computed).items() if k not in left}
 
 
 def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:

@@ -12,11 +12,12 @@ from torch.func import functional_call
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
-from pyro_structvi._torch import parts_kept, remove_hooks
+from pyro_structvi._torch import compute_by_hooks, parts_kept, remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
 from pyro_structvi.nn.padding import ROW, has_padding_row, put_padding, write_padding_row
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
 from pyro_structvi.nn.random_module import PASS_HOOKS, RandomModule, frozen_names, keep_priors_only
+from pyro_structvi.sites.finding import in_evaluation
 from pyro_structvi.sites.site_posterior import module_key, stack_draws
 from pyro_structvi.weights.site_role import SiteRole
 
@@ -244,7 +245,7 @@ def _parameters_of(
     for name in frozen_names(module):
         buffer = module.get_buffer(name)
         frozen = nn.Parameter(buffer, requires_grad=False)
-        own[name] = made.setdefault((buffer.data_ptr(), buffer.shape), frozen)
+        own[name] = made.setdefault((buffer.data_ptr(), buffer.shape, buffer.stride()), frozen)
     order = vars(module).get("parameter_names", ())
     return {name: own[name] for name in dict.fromkeys([*order, *own])}
 
@@ -277,3 +278,5 @@ def _make_plain(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> No
     for name, parameter in parameters.items():
         if is_plain or name not in present:
             setattr(module, name, parameter)
+    with torch.no_grad(), in_evaluation([module]):
+        compute_by_hooks(module)

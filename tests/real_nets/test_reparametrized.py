@@ -75,11 +75,38 @@ def test_the_net_of_a_draw_is_the_one_with_these_parameters(change):
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
 
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_plain_net_has_the_weights_of_its_draw_before_it_runs(change):
+    """Hooks leave the weights of the last predictions in the module, tensors of a vmap that is over."""
+    model, (x, _) = classifier(changed(change), *table())
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    ps.predict(model, guide, x, num_samples=3)
+    plain, expected = guide.to_net(), guide.to_net(values := guide.draw())
+    assert (
+        not torch.allclose(plain[LAYER].weight, expected[LAYER].weight)
+        or change is CHANGES["pruned bias"]
+    )
+    before = expected[LAYER].weight.detach().clone()
+    own = {name.removeprefix("net."): value for name, value in values.items()}
+    torch.testing.assert_close(expected(x), functional_call(plain, own, (x,)))
+    torch.testing.assert_close(expected[LAYER].weight, before)
+    copied = copy.deepcopy(model)
+    outputs = [ps.predict(each, stacked(values), x).functions for each in (copied, model)]
+    torch.testing.assert_close(*outputs)
+
+
+def stacked(values):
+    return {name: value.detach().unsqueeze(0) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("runs_before", [False, True])
 @pytest.mark.parametrize("name", ["weight_hh_l0", "weight_ih_l1"])
-def test_recurrent_layers(name):
+def test_recurrent_layers(name, runs_before):
     net = Recurrent(nn.LSTM)
     change = parametrizations.weight_norm if "hh" in name else half
     change(net.layer, name)
+    if runs_before:  # which lists the computed weight
+        net(sequences()[0])
     model, data = classifier(net, *sequences())
     guide = ps.MeanFieldGuide(model, init_scale=0.3)
     values = guide.draw()
