@@ -1,5 +1,6 @@
 """Private parts of Pyro, each with its use and with what breaks without it."""
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -110,16 +111,26 @@ def _with_base(kind: Any, base: Any) -> Any:
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_plain_class": kind}
     own |= {name: base._refuse for name in base._refused if hasattr(kind, name)}
     own["__reduce__"] = _reduce
-    if plain is kind:
-        return _PyroModuleMeta(f"Pyro{kind.__name__}", (PyroModule[kind], base), own)
-    joint: Any = type(f"Pyro{type(kind).__name__}", (_PyroModuleMeta, type(kind)), {})
+    if hasattr(kind, "__deepcopy__"):
+        own["__deepcopy__"] = _deepcopy
     mixed = () if plain is nn.Module else (PyroModule[plain],)
+    if plain is kind:
+        return _PyroModuleMeta(f"Pyro{kind.__name__}", (*mixed, base), own)
+    joint: Any = type(f"Pyro{type(kind).__name__}", (_PyroModuleMeta, type(kind)), {})
     return joint(f"Pyro{kind.__name__}", (kind, *mixed, base), own)
 
 
 def _reduce(self: PyroModule) -> tuple[Any, ...]:
     """Return how a module of a mixed class is copied and pickled."""
     return _new_module, (plain_class(self), type(self).__bases__[-1]), self.__getstate__()
+
+
+def _deepcopy(self: PyroModule, memo: dict[int, Any]) -> Any:
+    """Copy a module whose class has its own way, which leaves out Pyro's names in graphs of torch.fx."""
+    base: Any = type(self).__bases__[-1]
+    new = memo[id(self)] = _new_module(plain_class(self), base)
+    vars(new).update(copy.deepcopy(base.__getstate__(self), memo))
+    return new
 
 
 def _new_module(kind: Any, base: Any) -> Any:

@@ -87,7 +87,8 @@ def bayesianize(
         parameters have no values, and reading them raises an error.
 
     Raises:
-        TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
+        TypeError: If ``net`` is not a module or has modules of TorchScript, or a prior or a layer has an
+            unknown type.
         ValueError: If the net has no weights or uninitialized lazy weights, a prior does not fit or
             needs an unknown fan-in, a pattern matches nothing that fits, a layer to be replaced shares
             its weight with another, or a weight is under spectral normalization or made orthogonal by
@@ -106,6 +107,14 @@ def bayesianize(
         'Sequential'
     """
     net = without_compiler(net)
+    compiled = [
+        name for name, part in net.named_modules() if isinstance(part, torch.jit.ScriptModule)
+    ]
+    if compiled:
+        raise TypeError(
+            f"`net` must be of Python's modules, but {compiled} are of TorchScript, which computes with "
+            "its own weights. Pass the net that was scripted or traced."
+        )
     lazy = [name for name, value in net.named_parameters() if is_lazy(value)]
     if lazy:
         raise ValueError(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pyro.infer import SVI
 from pyro.nn import PyroModule
 from torch import nn
+from torch.func import functional_call
 
 import pyro_structvi as ps
 from pyro_structvi.nn import PointEstimateWarning
@@ -188,6 +189,17 @@ def test_frozen_parameters_stay_frozen_without_a_copy_and_keep_their_class():
         assert not net[i].weight.requires_grad
 
 
+def test_a_frozen_transpose_is_another_parameter():
+    """Both have the memory and the shape of one matrix."""
+    net = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2)), nn.Linear(3, 1))
+    net[1].weight = nn.Parameter(net[0].weight.detach().t())
+    net[:2].requires_grad_(False)
+    guide = ps.MeanFieldGuide(ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.3))
+    (x, _), draw = regression_data(), guide.median()
+    own = {name.removeprefix("net."): value for name, value in draw.items()}
+    torch.testing.assert_close(guide.to_net()(x), functional_call(net, own, (x,)))
+
+
 class Redirecting(nn.Module):
     """Looks up in a child what it has not, as the wrappers of adapters do."""
 
@@ -232,6 +244,9 @@ def test_weights_that_cannot_be_random_are_named():
         ps.bayesianize(nn.Linear(3, 2, dtype=torch.complex128))
     with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] wait for their first input"):
         ps.bayesianize(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)))
+    traced = torch.jit.trace(nn.Linear(3, 4), torch.zeros(5, 3))
+    with pytest.raises(TypeError, match=r"\['0'\] are of TorchScript.* the net that was scripted"):
+        ps.bayesianize(nn.Sequential(traced, nn.Linear(4, 1)))
 
 
 def test_nets_that_redirect_attributes_become_bayesian():
@@ -249,6 +264,35 @@ def test_nets_that_redirect_attributes_become_bayesian():
     again = pickle.loads(pickle.dumps(bayes_net))
     assert type(again[0]) is type(bayes_net[0])
     assert sites_of(again).keys() == sites_of(bayes_net).keys()
+
+
+class Block(nn.Module):
+    """Has its layers in a module without a class of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Module()
+        self.down.first, self.down.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.down.last(torch.tanh(self.down.first(x)))
+
+
+@pytest.mark.parametrize("trace", [lambda net: net, torch.fx.symbolic_trace])
+def test_modules_without_a_class_of_their_own_become_bayesian(trace):
+    """A traced net has such ones in the places of its own, and copies itself in its own way."""
+    net, (x, _) = trace(Block()), regression_data()
+    model = ps.Regressor(ps.bayesianize(net, 1.0), num_data=12, noise_scale=0.3)
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    assert guide.site_names[:2] == ["net.down.first.weight", "net.down.first.bias"]
+    values = guide.draw()
+    own = {name.removeprefix("net."): value for name, value in values.items()}
+    expected = functional_call(net, own, (x,))
+    draws = {name: value.detach().unsqueeze(0) for name, value in values.items()}
+    plain, copied = guide.to_net(values), copy.deepcopy(model)
+    assert type(plain.down) is nn.Module
+    for outputs in (plain(x), *(ps.predict(each, draws, x).mean for each in (model, copied))):
+        torch.testing.assert_close(outputs, expected)
 
 
 def test_a_compiled_net_is_taken_out_of_its_compiler():
