@@ -162,7 +162,8 @@ def brief(value: Any) -> str:
     parts = value if isinstance(value, (tuple, list)) else (value,)
     if all(isinstance(part, (Real, str, NoneType)) for part in parts) and len(repr(value)) <= 60:
         return repr(value)
-    return _article(type(value))
+    keys = f" with the keys {[*value]}" if isinstance(value, Mapping) else ""
+    return _article(type(value)) + keys * (len(keys) <= 80)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -129,6 +129,13 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
             f"{missing}, and these are not in the model: {unknown}. Pass the guide of this very "
             "model, or rename the draws."
         )
+    given = [name for name in nodes if name not in values]
+    if given and not free:
+        raise ValueError(
+            f"The model must sample its observations where it predicts, but was given those of {given}. "
+            "Leave them out of the inputs: `predict(model, posterior, x, y=y)`; a loader has "
+            "mini-batches `x` or `(x, y)`."
+        )
     if not observed:
         raise ValueError(
             f"The observed site must be one of {free}"

@@ -8,6 +8,7 @@ import torch
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 from pyro.infer.reparam import LocScaleReparam
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.sites.autoguide import LocalLatentWarning
@@ -36,6 +37,14 @@ def test_draws_must_have_exactly_the_latent_sites(change, message):
     draws = change(draws_of(ps.MeanFieldGuide(model), 4))
     with pytest.raises(ValueError, match=message):
         ps.predict(model, draws, x)
+
+
+def test_observations_among_the_inputs_are_refused():
+    model, (x, y) = make_regressor(), regression_data(5)
+    loader = DataLoader(TensorDataset(x, y, torch.ones(5)), batch_size=5)
+    for inputs in [(x, y), (loader,)]:
+        with pytest.raises(ValueError, match=r"was given those of \['obs'\]\. Leave them out.*y=y"):
+            ps.predict(model, ps.MeanFieldGuide(model), *inputs, num_samples=2)
 
 
 def test_what_is_no_posterior_of_the_model_is_refused():
