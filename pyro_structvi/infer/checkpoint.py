@@ -22,7 +22,7 @@ from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.validation import Measurements, load_parts, parts_state, plain
 from pyro_structvi.posterior.files import write_atomically
 
-FORMAT = 2
+FORMAT = 3
 
 # Options of an optimizer that say how it computes, depend on the number of steps, or are compared
 # otherwise.
@@ -98,7 +98,10 @@ class Run:
             "the number of groups of `optimizer`": len(optimizer.options),
         }
         for number, group in enumerate(optimizer.options):
-            for name in group.keys() - NOT_COMPARED:
+            # The unit of a start is that of the first run, as the parameter is.
+            for name in (
+                group.keys() - NOT_COMPARED - ({"unit"} if group.get("of_start") else set())
+            ):
                 self.settings[f"the option `{name}` of `optimizer` in group {number}"] = group[name]
         if measured is not None:
             self.settings |= measured.settings

@@ -114,27 +114,33 @@ class StructuredAdam(torch.optim.Optimizer):
         number = len({each.site.name for each in posteriors if each.site.is_wide})
         number += _count_wide([value for value in parameters if value not in held], guide)
         share = min(1.0, SHALLOW / max(1, number))
+        # A saved state has parameters by their places in the groups, which do not depend on the unit of
+        # a start: it is another one after training.
         groups = defaultdict(list)
-        for value in parameters:
+        for place, value in enumerate(parameters):
             unit, steps, factor = _unit_of_point(value), 0.0, share
+            start = place if value not in held and value.dim() > 1 else None
             if value in held:
                 posterior, name = held[value]
                 unit = posterior.family.unit(posterior.site, name, value)
                 steps = warm_up if name in posterior.family.delayed else 0.0
                 if "log_" in name:
                     factor = max(LEAST, share**LOGARITHMS)
-            groups[unit, steps, factor].append(value)
+            groups[unit, steps, factor, start].append(value)
         own = [
             {
                 "params": each,
                 "unit": factor * unit,
                 "warm_up": steps,
                 "posterior_lr": share * posterior_lr,
+                "of_start": start is not None,
             }
-            for (unit, steps, factor), each in sorted(groups.items())
+            for (unit, steps, factor, start), each in groups.items()
         ]
         options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr, "clip": clip}
-        super().__init__(own, options | {"unit": 1.0, "warm_up": 0, "fused": True})
+        super().__init__(
+            own, options | {"unit": 1.0, "warm_up": 0, "of_start": False, "fused": True}
+        )
         # As torch's fused ones: it divides by `grad_scale`, and `found_inf` leaves all as it is.
         self._step_supports_amp_scaling = True
         self._correlated = {

@@ -30,7 +30,8 @@ class Counting(nn.Module):
 def make_model():
     layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), Counting(), nn.Dropout(0.2)]
     net = nn.Sequential(*layers, nn.Linear(4, 1))
-    return ps.Regressor(ps.bayesianize(net, prior=1.0, normalization=False), 25, 0.3)
+    prior = {"0.weight": None, "*": 1.0}  # one is a point, whose steps have the size of its start
+    return ps.Regressor(ps.bayesianize(net, prior, normalization=False), 25, 0.3)
 
 
 def make_data():
