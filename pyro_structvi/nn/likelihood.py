@@ -37,7 +37,7 @@ from pyro_structvi._pyro import (
     site_values,
     was_called,
 )
-from pyro_structvi._torch import inside_transform, is_recording
+from pyro_structvi._torch import inside_transform, is_recording, without_compiler
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.random_module import RandomModule
 from pyro_structvi.weights.site_role import SiteRole
@@ -50,7 +50,7 @@ class Likelihood(RandomModule):
     """Base of the likelihoods: a net as a model of its observations.
 
     A plain net with PyroModules among its parts becomes a PyroModule in place, so that the names of
-    their sites are paths in the net.
+    their sites are paths in the net. The result of ``torch.compile`` is unwrapped.
 
     Args:
         net: A module with sample sites.
@@ -252,6 +252,7 @@ class _Weighed(Messenger):
 
 
 def _check_net(net: nn.Module) -> nn.Module:
+    net = without_compiler(net)
     is_plain = not isinstance(net, PyroModule)
     parts = [part for part in net.modules() if isinstance(part, PyroModule)] if is_plain else [net]
     if any(was_called(part) for part in parts):

@@ -105,6 +105,17 @@ def test_bayesian_parts_of_a_plain_net_have_names_of_their_own():
         ps.MeanFieldGuide(parts()).initialize(torch.randn(6, 4))
 
 
+def test_a_net_that_is_compiled_after_it_became_bayesian_is_taken_out_of_its_compiler():
+    net = ps.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), 1.0)
+    model = ps.Classifier(torch.compile(net, backend="eager"))
+    guide, x = ps.MeanFieldGuide(model), torch.randn(6, 3)
+    ps.fit(model, guide, (x, Y), num_steps=1, progress=False)
+    values = guide.draw()
+    draws = {name: value.detach().unsqueeze(0) for name, value in values.items()}
+    outputs = ps.predict(model, draws, x).functions[0]
+    torch.testing.assert_close(outputs, guide.to_net(values)(x).detach())
+
+
 def test_a_part_that_was_called_by_itself_is_refused():
     net = parts()
     poutine.block(net[0])(torch.randn(2, 4))
