@@ -26,7 +26,12 @@ from pyro_structvi._nested import nested_tensors
 from pyro_structvi._torch import inside_transform, take_apart
 from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
-from pyro_structvi.sites.finding import CountedWeight, in_evaluation, modules_of
+from pyro_structvi.sites.finding import (
+    CountedWeight,
+    in_evaluation,
+    modules_of,
+    naming_derivatives,
+)
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 
@@ -201,7 +206,11 @@ def checked_observations(y: Tensor, likelihood: Any, shape: Sequence[int]) -> Te
 def evaluation_mode(model: Any, differentiable: bool = False) -> Iterator[None]:
     """Run a block in evaluation mode, without gradients unless ``differentiable``."""
     with_gradients = differentiable and torch.is_grad_enabled()
-    with in_evaluation(modules_of(model)), torch.set_grad_enabled(with_gradients):
+    with (
+        naming_derivatives(),
+        in_evaluation(modules_of(model)),
+        torch.set_grad_enabled(with_gradients),
+    ):
         yield
 
 

@@ -301,9 +301,24 @@ def _scale_of(prior: Any) -> float | None:
 
 
 @contextmanager
+def naming_derivatives() -> Iterator[None]:
+    """Let a model that differentiates say so in a block without gradients."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise RuntimeError(
+            "`model` takes derivatives, and it runs without gradients where its sites are found and "
+            "where it predicts. Write `with torch.enable_grad():` around what it differentiates."
+        ) from error
+
+
+@contextmanager
 def trial_run(model: Callable[..., Any]) -> Iterator[None]:
     """Hide runs of a model from Pyro's handlers, and restore its buffers."""
     with (
+        naming_derivatives(),
         warnings.catch_warnings(),
         pyro.validation_enabled(False),  # values do not matter here
         ONE_THREAD,

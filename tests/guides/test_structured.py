@@ -295,6 +295,23 @@ def test_one_use_more_than_was_counted_is_an_error():
     svi.step(torch.ones(2, 3), 2)
 
 
+def test_a_model_that_differentiates_enables_gradients():
+    """It runs without them where its sites are found, and in predictions."""
+    model = make_regressor()
+    guide, (x, y) = ps.MeanFieldGuide(model), regression_data()
+
+    def differentiate(module, args, outputs):
+        torch.autograd.grad(outputs.sum(), args[0])
+
+    model.net.register_forward_hook(differentiate)
+    data = x.requires_grad_(), y
+    for run in (lambda: guide.initialize(*data), lambda: ps.predict(model, guide, x)):
+        with pytest.raises(
+            RuntimeError, match=r"takes derivatives, .*`with torch.enable_grad\(\):`"
+        ):
+            run()
+
+
 def test_data_of_another_dtype_is_an_error_that_names_the_site():
     model = make_regressor()
     x, y = regression_data()

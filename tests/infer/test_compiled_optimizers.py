@@ -132,6 +132,10 @@ def test_optimizers_that_cannot_be_one_are_refused():
     for wrong in (scheduled, torch.optim.Adam, None):
         with pytest.raises(TypeError, match="`optim` must be a"):
             ps.CompiledSVI(model, guide, wrong, ps.StructuredELBO())
+    with pytest.raises(
+        TypeError, match=r"gradients of one pass, but LBFGS .* `torch\.optim\.Adam`"
+    ):
+        ps.fit(model, guide, regression_data(), num_steps=1, optimizer=torch.optim.LBFGS)
     used = adam()
     SVI(model, guide, used, ps.StructuredELBO()).step(*regression_data())
     with pytest.raises(ValueError, match="has the state of single parameters"):

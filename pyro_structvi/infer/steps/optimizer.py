@@ -25,7 +25,7 @@ class OneOptimizer:
         pyro: The Pyro optimizer, if one was given.
 
     Raises:
-        TypeError: If it is neither, or a learning rate schedule of Pyro's.
+        TypeError: If it is neither, or a learning rate schedule of Pyro's, or needs a closure.
         ValueError: If the Pyro optimizer has the state of single parameters.
     """
 
@@ -39,6 +39,12 @@ class OneOptimizer:
                 "learning rate, give one of torch's and step a scheduler of torch's."
             )
         self.torch = optim if isinstance(optim, torch.optim.Optimizer) else None
+        if self.torch is not None and _needs_closure(self.torch):
+            raise TypeError(
+                "`optim` must update by the gradients of one pass, but "
+                f"{type(optim).__name__} computes the loss several times in a step. Take one that does "
+                "not, such as `torch.optim.Adam`."
+            )
         self.pyro = optim if isinstance(optim, PyroOptim) else None
         if self.pyro is not None and has_stepped(self.pyro):
             raise ValueError(
@@ -165,6 +171,12 @@ class OneOptimizer:
             state.update(before)
 
         return restore
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer computes losses by itself, as L-BFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _groups(optim: PyroOptim, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
