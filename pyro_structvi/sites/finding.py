@@ -334,9 +334,16 @@ def trial_run(model: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: Any) -> Iterator[None]:
-    """Restore the changing buffers of a model, such as running statistics, after a block."""
+    """Restore changing buffers of a model, such as running statistics, and numbers after a block.
+
+    Flags stay, since what they say was made in a block may stay, too.
+    """
     parts = modules_of(model)
     buffers = [(part, name, buffer) for part in parts for name, buffer in buffers_that_change(part)]
+    numbers = [
+        (own, {name: value for name, value in own.items() if type(value) in (int, float)})
+        for own in map(vars, parts)
+    ]
     try:
         for part, name, buffer in buffers:
             setattr(part, name, buffer.clone())
@@ -344,6 +351,8 @@ def buffers_kept(model: Any) -> Iterator[None]:
     finally:
         for part, name, buffer in buffers:
             setattr(part, name, buffer)
+        for own, before in numbers:
+            own.update(before)
 
 
 _SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)

@@ -179,6 +179,27 @@ def test_the_global_random_state_stays():
         assert torch.equal(torch.get_rng_state(), before)
 
 
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_runs_that_look_at_a_model_are_no_steps_of_it():
+    """A net counts the steps of its training, as one that anneals does."""
+    model = ps.Regressor(ps.bayesianize(Counting(), 1.0), num_data=12, noise=0.5)
+    guide, data = ps.MeanFieldGuide(model), regression_data()
+    guide.initialize(*data)
+    guide.report(*data)
+    assert model.net.calls == 0
+    ps.fit(model, guide, data, num_steps=7, progress=False)
+    assert model.net.calls == 7
+
+
 def test_the_start_follows_the_seed_and_differs_from_what_is_drawn_next():
     model, starts = make_regressor(), []
     for seed in (1, 1, 2):
