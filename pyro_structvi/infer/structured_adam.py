@@ -107,40 +107,16 @@ class StructuredAdam(torch.optim.Optimizer):
         parameters = [*parameters]
         for value in parameters:
             check("parameters", value, Tensor)
-        held = {
+        self._held = held = {
             value: (each, name) for each in posteriors for name, value in each.named_parameters()
         }
         # The members of a mixture share the names of sites.
         number = len({each.site.name for each in posteriors if each.site.is_wide})
         number += _count_wide([value for value in parameters if value not in held], guide)
-        share = min(1.0, SHALLOW / max(1, number))
-        # A saved state has parameters by their places in the groups, which do not depend on the unit of
-        # a start: it is another one after training.
-        groups = defaultdict(list)
-        for place, value in enumerate(parameters):
-            unit, steps, factor = _unit_of_point(value), 0.0, share
-            start = place if value not in held and value.dim() > 1 else None
-            if value in held:
-                posterior, name = held[value]
-                unit = posterior.family.unit(posterior.site, name, value)
-                steps = warm_up if name in posterior.family.delayed else 0.0
-                if "log_" in name:
-                    factor = max(LEAST, share**LOGARITHMS)
-            groups[unit, steps, factor, start].append(value)
-        own = [
-            {
-                "params": each,
-                "unit": factor * unit,
-                "warm_up": steps,
-                "posterior_lr": share * posterior_lr,
-                "of_start": start is not None,
-            }
-            for (unit, steps, factor, start), each in groups.items()
-        ]
-        options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr, "clip": clip}
-        super().__init__(
-            own, options | {"unit": 1.0, "warm_up": 0, "of_start": False, "fused": True}
-        )
+        self._share = min(1.0, SHALLOW / max(1, number))
+        options = {"lr": lr, "betas": betas, "eps": eps, "clip": clip, "fused": True}
+        options |= {"posterior_lr": self._share * posterior_lr, "warm_up": warm_up}
+        super().__init__(parameters, options)
         # As torch's fused ones: it divides by `grad_scale`, and `found_inf` leaves all as it is.
         self._step_supports_amp_scaling = True
         self._correlated = {
@@ -149,6 +125,31 @@ class StructuredAdam(torch.optim.Optimizer):
             if posterior_lr
             for mean, normal in _correlated_means(each)
         }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, each with the steps of its unit.
+
+        Args:
+            param_group: The parameters, ``params``, and options for them.
+        """
+        given = param_group["params"]
+        # A saved state has parameters by their places in the groups, which do not depend on the unit of
+        # a start: it is another one after training.
+        groups = defaultdict(list)
+        for place, value in enumerate([given] if isinstance(given, Tensor) else given):
+            unit, waits, factor = _unit_of_point(value), False, self._share
+            start = place if value not in self._held and value.dim() > 1 else None
+            if value in self._held:
+                posterior, name = self._held[value]
+                unit = posterior.family.unit(posterior.site, name, value)
+                waits = name in posterior.family.delayed
+                if "log_" in name:
+                    factor = max(LEAST, factor**LOGARITHMS)
+            groups[unit, waits, factor, start].append(value)
+        warm_up = param_group.get("warm_up", self.defaults["warm_up"])
+        for (unit, waits, factor, start), each in groups.items():
+            own = {"params": each, "unit": factor * unit, "of_start": start is not None}
+            super().add_param_group(param_group | own | {"warm_up": warm_up if waits else 0.0})
 
     @checked
     @torch.no_grad()

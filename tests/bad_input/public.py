@@ -41,8 +41,8 @@ METHODS_BETWEEN_PARTS = {
     *("begin_pass", "joint_posterior", "make_plates"),
     # of guides, with the model's arguments as `initialize` has them
     *("median", "call"),
-    # of torch's modules, whose argument is torch's
-    "parameters",
+    # of torch's modules and optimizers, whose argument is torch's
+    *("parameters", "add_param_group"),
     # of layers' descriptions, for `bayesianize`
     "convert",
 }

@@ -1,6 +1,5 @@
 """Steps in the units of prior and posterior: their size, clipping, states and results."""
 
-import copy
 import math
 
 import pyro
@@ -220,27 +219,6 @@ def test_parameters_of_no_posterior_have_the_size_of_their_start():
     assert [rates[each] for each in (weight, bias, zeros)] == pytest.approx([0.5, 0.2, 0.2])
     with pytest.raises(TypeError, match="`parameters` must be"):
         ps.StructuredAdam([{"params": [*guide.parameters()]}], guide)
-
-
-def test_a_saved_state_goes_on_where_starts_have_other_sizes():
-    """A weight that had the larger steps is the smaller one when the state is loaded."""
-    weights = [nn.Parameter(torch.full((3, 2), size)) for size in (0.3, 0.1)]
-    _, guide = make(ps.MAPGuide)
-    first = ps.StructuredAdam([*weights, *guide.parameters()], guide)
-    take_step(weights, first)
-    weights[1].data.fill_(0.5)
-    copies = [nn.Parameter(each.detach().clone()) for each in weights]
-    second = ps.StructuredAdam([*copies, *guide.parameters()], guide)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for own, optimizer in ((weights, first), (copies, second)):
-        take_step(own, optimizer)
-    assert all(map(torch.equal, weights, copies))
-
-
-def take_step(weights, optimizer):
-    for number, weight in enumerate(weights):
-        weight.grad = torch.arange(6.0).reshape(3, 2) + number
-    optimizer.step()
 
 
 def deep_guide(make_guide, num_weights, num_points=0, width=56):

@@ -1,0 +1,55 @@
+"""Groups of parameters of ``StructuredAdam``: those that are added, and those of a saved state."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from tests.models import make_regressor
+
+
+def rates_of(optimizer):
+    return {
+        value: group["lr"] * group["unit"]
+        for group in optimizer.param_groups
+        for value in group["params"]
+    }
+
+
+def test_a_saved_state_goes_on_where_starts_have_other_sizes():
+    """A weight that had the larger steps is the smaller one when the state is loaded."""
+    guide = ps.MAPGuide(make_regressor())
+    weights = [nn.Parameter(torch.full((3, 2), size)) for size in (0.3, 0.1)]
+    first = ps.StructuredAdam(weights, guide)
+    take_step(first)
+    weights[1].data.fill_(0.5)
+    copies = copy.deepcopy(weights)
+    second = ps.StructuredAdam(copies, guide)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    take_step(first)
+    take_step(second)
+    assert all(map(torch.equal, weights, copies))
+
+
+def take_step(optimizer):
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"][0].grad = torch.arange(6.0).reshape(3, 2) + number
+    optimizer.step()
+
+
+def test_groups_that_are_added_have_their_units():
+    guide = ps.RowwiseGuide(make_regressor())
+    first, *others = guide.parameters()
+    expected = rates_of(ps.StructuredAdam(guide.parameters(), guide, lr=0.5, warm_up=4))
+    optimizer, point = (
+        ps.StructuredAdam([first], guide, lr=0.5, warm_up=4),
+        torch.full((3, 2), 0.25),
+    )
+    optimizer.add_param_group({"params": others})
+    optimizer.add_param_group({"params": point, "lr": 2.0})
+    assert rates_of(optimizer) == pytest.approx(expected | {point: 0.5})
+    waiting = [group["params"] for group in optimizer.param_groups if group["warm_up"]]
+    lower = {value for name, value in guide.named_parameters() if name.endswith("lower")}
+    assert {value for own in waiting for value in own} == lower
