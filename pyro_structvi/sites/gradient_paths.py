@@ -19,6 +19,7 @@ from pyro_structvi.sites.finding import (
 )
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
+from pyro_structvi.weights.torch_distributions import may_depend
 
 _ROUNDING = 1000  # units of the last digit, by which sums over examples may differ
 
@@ -35,8 +36,8 @@ def trace_gradient_paths(
 
     A run with placeholders shows which weights receive gradients of the observations; if some receive
     none, a run with ordinary weights shows whether the placeholder is the reason. Runs on the same
-    samples with other outputs of half of the examples show whether log densities are sums over examples.
-    Batch normalizations use their running statistics here.
+    samples with other outputs of half of the examples show whether log densities, also of latents given
+    others, are sums over examples. Batch normalizations use their running statistics here.
     """
     values: dict[str, Tensor] = {}
     normalizations = [part for part in modules_of(model) if isinstance(part, BatchOrInstanceNorm)]
@@ -88,29 +89,34 @@ def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) 
 
 
 class _Probe(ValuesWithoutDraws):
-    """Records the log densities of observations."""
+    """Records the log densities of observations, and of latents whose prior may depend on others."""
 
     def __init__(self, values: dict[str, Tensor], value_of: Value) -> None:
         super().__init__()
         self.values, self._value_of = values, value_of
         self.log_probs: dict[str, Tensor] = {}
+        self.observed: list[str] = []
         self.reached: set[str] = set()
         self._leaves: dict[int, str] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
         name = msg["name"]
         value = self.values.setdefault(name, msg["value"].detach())
-        if SiteRole.of(msg).is_observation:
+        is_observation = SiteRole.of(msg).is_observation
+        is_latent = not (is_observation or msg["is_observed"] or site_is_subsample(msg))
+        if is_observation or (is_latent and may_depend(msg["fn"])):
             log_prob = _log_prob(msg["fn"], value).nan_to_num()
             self.log_probs[name] = log_prob.flatten()
-        elif not msg["is_observed"] and not site_is_subsample(msg):
+        if is_observation:
+            self.observed.append(name)
+        if is_latent:
             leaf = value.detach().requires_grad_()
             self._leaves[id(leaf)] = name
             msg["value"] = self._value_of(name, leaf)
 
     def find_reached(self) -> None:
-        """Find the sites that receive gradients of the log densities, and free the graph."""
-        waiting: list[Any] = [value.grad_fn for value in self.log_probs.values()]
+        """Find the sites that receive gradients of the observations, and free the graph."""
+        waiting: list[Any] = [self.log_probs[name].grad_fn for name in self.observed]
         nodes = set[Any]()
         while waiting:
             node = waiting.pop()
@@ -123,15 +129,16 @@ class _Probe(ValuesWithoutDraws):
 
     @property
     def flat(self) -> Tensor:
-        """The log densities of all observations, with digits for their sums."""
+        """The recorded log densities, with digits for their sums."""
         return torch.cat([
             torch.zeros(0),
             *(each.cpu() for each in self.log_probs.values()),
         ]).double()
 
     def differs_from(self, other: Self) -> bool:
-        """Whether log densities of another run differ."""
-        return bool((self.flat != other.flat).any())
+        """Whether log densities of the observations differ in another run."""
+        pairs = ((self.log_probs[name], other.log_probs[name]) for name in self.observed)
+        return any(bool((own != changed).any()) for own, changed in pairs)
 
     def is_changed_by_each(self, others: Sequence[Self]) -> bool:
         """Whether a log density changes in every other run."""

@@ -118,6 +118,12 @@ def tensors_of(distribution: Any) -> list[Tensor]:
     return found if is_plain(distribution) else []
 
 
+def may_depend(distribution: Any) -> bool:
+    """Whether a distribution has tensors with gradients, or objects that may hold such tensors."""
+    tensors = tensors_of(distribution)
+    return not tensors or any(tensor.requires_grad for tensor in tensors)
+
+
 def in_single(distribution: Any) -> Any:
     """Return a distribution with half-precision tensors in single, so that sums are not rounded."""
     # An eager step calls it for all its distributions, which are seldom in half precision.

@@ -187,12 +187,29 @@ def one_task(mean, y):
         pyro.sample("obs", dist.Normal(mean - mean.mean(), 0.3), obs=y)
 
 
+def latent_field(mean, y):
+    field = pyro.sample("field", dist.MultivariateNormal(mean, 0.1 * torch.eye(len(y)) + 1.0))
+    pyro.sample("obs", dist.Normal(field, 0.3).to_event(1), obs=y)
+
+
+def latent_sum(mean, y):
+    total = pyro.sample("total", dist.Normal(mean.sum(), 0.3))
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.Normal(total, 0.3), obs=y)
+
+
+def latents_of_examples(mean, y):
+    with pyro.plate("data", len(y)):
+        own = pyro.sample("own", dist.Normal(mean, 0.3))
+        pyro.sample("obs", dist.Normal(own, 0.3), obs=y)
+
+
 def summed(mean, y):
     pyro.factor("obs", -((mean - y) ** 2).sum())
 
 
 def observe(likelihood, local_reparam):
-    """Return the mean log likelihood over particles, and whether outputs may be sampled."""
+    """Return the mean bound over particles, and whether outputs may be sampled."""
 
     def model(x, y):
         weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
@@ -204,10 +221,11 @@ def observe(likelihood, local_reparam):
     guide.initialize(x, y)
     torch.manual_seed(1)
     terms = ps.StructuredELBO(num_particles=4).terms(model, guide, x, y)
-    return terms.log_likelihood["obs"], guide.uses["weight"].allows_outputs
+    return terms.elbo, guide.uses["weight"].allows_outputs
 
 
 TOGETHER = [shared_noise, centered, penalized, kernel, following, all_but_the_first, one_task]
+TOGETHER += [latent_field, latent_sum]
 
 
 @pytest.mark.parametrize("likelihood", TOGETHER)
@@ -216,8 +234,9 @@ def test_a_likelihood_of_several_examples_together_has_a_drawn_weight(likelihood
     assert observe(likelihood, local_reparam)[0] == observe(likelihood, False)[0]
 
 
-def test_a_sum_over_examples_has_drawn_outputs():
-    assert observe(summed, "exact")[1]
+@pytest.mark.parametrize("likelihood", [summed, latents_of_examples])
+def test_a_sum_over_examples_has_drawn_outputs(likelihood):
+    assert observe(likelihood, "exact")[1]
 
 
 def test_runs_that_are_compared_have_the_same_random_numbers_of_python():
