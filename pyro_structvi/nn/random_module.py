@@ -173,16 +173,19 @@ def _taken_out(value: Any) -> Any:
 
 
 def sample_every_site(module: nn.Module) -> None:
-    """Let each call of a module sample all sites that it and its parts declare, before anything else.
+    """Let each call of a module sample all sites that it and its parts declare.
 
     A weight belongs to the model even if a pass skips it, such as an expert without examples or a
-    dropped layer. All priors then have their KL in every pass.
+    dropped layer. All priors then have their KL in every pass. Sites of random modules are sampled
+    before anything else, and those of a user's own modules where these read them, or after the pass.
 
     The values of a pass are kept as long as it can be differentiated, so that activation checkpointing
     recomputes layers with the same weights.
     """
     if isinstance(module, PyroModule) and _sample_declared not in forward_hooks(module):
         module.register_forward_pre_hook(_sample_declared)
+        if not isinstance(module, RandomModule):
+            module.register_forward_hook(_sample_skipped)
         module.register_forward_hook(_keep_values, always_call=True)
 
 
@@ -200,6 +203,22 @@ def _sample_declared(module: PyroModule, args: Any) -> None:
         own = _PassValues(own)
         keep_values_in(module, own)
     own.effects.begin(module)
+    _read_random_modules(module)
+
+
+def _read_random_modules(module: nn.Module) -> None:
+    """Read the declared sites of the random modules in a module.
+
+    A user's own module may read its sites in a plate or under another handler, which they belong to.
+    """
+    if isinstance(module, RandomModule):
+        read_declared(module)
+        return
+    for child in module.children():
+        _read_random_modules(child)
+
+
+def _sample_skipped(module: PyroModule, args: Any, outputs: Any) -> None:
     read_declared(module)
 
 
@@ -220,7 +239,7 @@ def _keep_values(module: PyroModule, args: Any, outputs: Any) -> None:
             own.keep_for_backward(output)
 
 
-PASS_HOOKS = (check_any_in_pass, _sample_declared, _keep_values)
+PASS_HOOKS = (check_any_in_pass, _sample_declared, _sample_skipped, _keep_values)
 
 
 class _PassEffects:

@@ -151,8 +151,9 @@ class OwningAutoGuide(AutoGuide):
     @contextmanager
     def warning_of_new_parameters(self) -> Iterator[None]:
         """Warn of parameters that a block makes after others were returned."""
+        before = {parameter for _, parameter in self.named_parameters()}
         yield
-        new = [name for name, _ in self.named_parameters() if name not in self.handed_out]
+        new = [name for name, parameter in self.named_parameters() if parameter not in before]
         if self.handed_out and new:
             warn_user(
                 f"The first call of the guide makes the parameters {new}. An optimizer of the "

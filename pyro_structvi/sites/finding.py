@@ -58,7 +58,10 @@ class FoundSite:
 
 
 def find_declared_sites(model: Any) -> dict[str, FoundSite]:
-    """Find the ``PyroSample`` attributes of a module tree, without running it."""
+    """Find the ``PyroSample`` attributes of a module tree, without running it.
+
+    A batch belongs in a plate, which only a run shows.
+    """
     found: dict[str, FoundSite] = {}
     if not isinstance(model, nn.Module):  # such as a handler, which may hide sites
         return found
@@ -71,6 +74,8 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
                 continue
             prior = prior_of(module, attribute)
             if isinstance(prior, Tensor):  # a deterministic function of other sites
+                continue
+            if prior.batch_shape:
                 continue
             name = declared_name(module, attribute)
             if name in found:

@@ -45,9 +45,9 @@ class StructuredGuide(OwningAutoGuide):
     r"""A guide with one posterior for each latent site, of the family chosen for it.
 
     Sites that a module tree declares (``PyroSample``) have parameters from the start. Sites sampled in a
-    function are found by a run of the model, at the first call or by :meth:`initialize`; this run also
-    counts the uses of each weight. The guide owns its parameters, which Pyro's param store only mirrors:
-    save and restore a guide by ``state_dict``.
+    function or in a plate are found by a run of the model, at the first call or by :meth:`initialize`;
+    this run also counts the uses of each weight. The guide owns its parameters, which Pyro's param store
+    only mirrors: save and restore a guide by ``state_dict``.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
@@ -155,6 +155,7 @@ class StructuredGuide(OwningAutoGuide):
         with separate_randomness(), self.warning_of_new_parameters():
             found = find_sites_by_running(model, args, kwargs)
             check_patterns(found, self.families)
+            self._drop_declared_without_plates(found)
             self._adopt(found)
         # In the order of execution, as Pyro's mean-field ELBO expects.
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
@@ -296,6 +297,16 @@ class StructuredGuide(OwningAutoGuide):
 
     def _couplings(self) -> Iterator[Coupling]:
         return (each for each in self.couplings.values() if isinstance(each, Coupling))
+
+    def _drop_declared_without_plates(self, found: dict[str, FoundSite]) -> None:
+        """Drop all posteriors if the first run finds that a declared site is in a plate."""
+        known = (name for name in found if name in self)
+        if not self._initialized and any(
+            found[name].site.plates and not self[name].site.plates for name in known
+        ):
+            self.posteriors.clear()
+            self.couplings.clear()
+            self._uses, self._weight_of = {}, {}
 
     @torch.no_grad()
     def _adopt(self, found: dict[str, FoundSite]) -> None:

@@ -2,11 +2,14 @@
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.sites.autoguide import NewParametersWarning
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from tests.models import regression_data
 
@@ -121,3 +124,61 @@ def test_a_net_that_reaches_its_layer_past_the_module_tree_is_named():
         UnusedSiteWarning, match=r"\['net.layer.weight', 'net.layer.bias'\].*closure"
     ):
         ps.MeanFieldGuide(model).initialize(*regression_data())
+
+
+class Groups(PyroModule):
+    """Effects of groups, which the module reads in their plate, and a slope under a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = PyroSample(dist.Normal(0.0, 1.0))
+        self.effect = PyroSample(lambda self: dist.Normal(self.mean, 0.5))
+        self.slope = PyroSample(dist.Normal(torch.zeros(5, 3), 1.0).to_event(1))
+        self.unread = PyroSample(dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    def forward(self, x, y=None):
+        mean, data = self.mean, pyro.plate("data", 5, dim=-1)
+        with data, poutine.scale(scale=0.1):
+            slope = self.slope
+        with pyro.plate("groups", 4, subsample_size=2, dim=-2) as index:
+            effect, other = self.effect, pyro.sample("other", dist.Normal(mean, 0.5))
+            with data:
+                loc = effect + other + (slope * x[index]).sum(-1)
+                pyro.sample("obs", dist.Normal(loc, 0.3), obs=None if y is None else y[index])
+
+
+def sites_of(model, *data):
+    trace = poutine.trace(model).get_trace(*data)
+    return {
+        name: (site["value"].shape, site["scale"], [f.name for f in site["cond_indep_stack"]])
+        for name, site in trace.iter_stochastic_nodes()
+    }
+
+
+@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.MatrixNormalGuide])
+def test_a_module_reads_its_sites_in_plates_and_under_handlers(make_guide):
+    model, data = Groups(), (torch.randn(4, 5, 3), torch.randn(4, 5))
+    before = sites_of(model, *data)
+    guide = make_guide(model, init_scale=0.2)
+    after = sites_of(model, *data)
+    unread = after.pop("unread")
+    assert (before, unread) == (after, (torch.Size([2]), 1.0, []))
+    with pytest.warns(UnusedSiteWarning, match=r"\['unread'\]"):
+        guide.initialize(*data)
+    shapes = {name: tuple(value.shape) for name, value in guide.draw(local=True).items()}
+    effects = {"mean": (), "slope": (5, 3), "effect": (4, 1), "other": (4, 1), "unread": (2,)}
+    assert shapes == effects
+    q = dist.Normal(guide["slope"]().mean, 0.2)
+    expected = 0.1 * torch.distributions.kl_divergence(q, dist.Normal(0.0, 1.0)).sum()
+    nats = ps.StructuredELBO().terms(model, guide, *data).kl["slope"]
+    torch.testing.assert_close(nats, expected, rtol=1e-10, atol=0)
+
+
+def test_parameters_of_before_the_run_are_told_where_it_finds_a_plate():
+    model = Groups()
+    guide = ps.MeanFieldGuide(model)
+    before = {*guide.parameters()}
+    new = pytest.warns(NewParametersWarning, match="posteriors.effect.loc")
+    with new, pytest.warns(UnusedSiteWarning):
+        guide.initialize(torch.randn(4, 5, 3), torch.randn(4, 5))
+    assert before.isdisjoint(guide.parameters())
