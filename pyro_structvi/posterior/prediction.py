@@ -50,7 +50,8 @@ class Prediction:
             label, ``(N, *event)``; None for other observations.
         mutual_information: Entropy minus the average entropy of a draw, in nats: the uncertainty about
             the class due to the weights. None for other observations.
-        log_density: Log of the predictive density of ``y``, ``(N,)``, in nats; None without ``y``.
+        log_density: Log of the predictive density of ``y``, in nats, ``(N,)``; ``()`` for one density of
+            all examples together, as under correlated noise. None without ``y``.
         functions: Return values of the model at each draw, ``(num_samples, N, ...)``, in a tuple or dict
             if the model returns one; the conditional means if it returns nothing. None if streamed.
         likelihood: The distribution of the observations at each draw, of batch shape
@@ -221,8 +222,21 @@ def predict(
             if done.batch == len(batches) - 1:
                 bar.update(len(done.outputs["mean"]))
     moments = [own.result(reader.entropy) for own in averages]
-    joined: dict[str, Any] = {name: torch.cat([m[name] for m in moments]) for name in moments[0]}
+    joined: dict[str, Any] = _join(moments)
     return Prediction(**joined | reader.draws(kept), num_samples=total)
+
+
+def _join(moments: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join the moments of mini-batches along the examples."""
+    if not moments[1:]:
+        return moments[0]
+    if "log_density" in moments[0] and not moments[0]["log_density"].dim():
+        raise ValueError(
+            "With several mini-batches, `y` must have a density for each example, but the model has one "
+            "of all examples together, as under correlated noise. Predict all examples at once, or "
+            "leave `y` out."
+        )
+    return {name: torch.cat([own[name] for own in moments]) for name in moments[0]}
 
 
 def _check_examples(mean: Tensor, args: tuple[Any, ...]) -> None:

@@ -226,3 +226,22 @@ def test_mini_batches_with_the_examples_in_another_dimension_are_refused(stream)
     assert ps.predict(model, guide, x, num_samples=2, stream=stream).mean.shape == (3, 6)
     with pytest.raises(ValueError, match=r"2 in a mini-batch, but have the shape \(3, 2\)"):
         ps.predict(model, guide, x, num_samples=2, batch_size=2, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_density_of_all_examples_together(stream):
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        noise = torch.eye(len(x)) + 0.5
+        mean = F.linear(x, weight).squeeze(-1)
+        pyro.sample("obs", dist.MultivariateNormal(mean, noise), obs=y)
+
+    x, y, draws = torch.randn(4, 3), torch.randn(4), {"weight": torch.randn(6, 1, 3)}
+    prediction = ps.predict(model, draws, x, y=y, stream=stream)
+    means, noise = (draws["weight"] @ x.mT).squeeze(1), torch.eye(4) + 0.5
+    expected = dist.MultivariateNormal(means, noise).log_prob(y).logsumexp(0) - math.log(6)
+    torch.testing.assert_close(prediction.log_density, expected, rtol=1e-12, atol=0)
+    with pytest.raises(
+        ValueError, match=r"`y` must have a density for each example, but the model"
+    ):
+        ps.predict(model, draws, x, y=y, batch_size=2, stream=stream)
