@@ -21,7 +21,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._checks import brief, warn_user
+from pyro_structvi._checks import brief, check, warn_user
 from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, outside_plates
 from pyro_structvi._torch import inside_checkpoint, inside_forward_derivative, inside_transform
 from pyro_structvi.linalg.matrices import shrink
@@ -30,7 +30,13 @@ from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change, prior_of
 from pyro_structvi.sites.family import InitLocFn
-from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_at
+from pyro_structvi.sites.latent_site import (
+    LatentSite,
+    Plate,
+    bijection_at,
+    bijection_onto,
+    has_bijection,
+)
 from pyro_structvi.weights.lazy import WeightPlaceholder
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import base_of, example_of, feasible_point, median
@@ -411,12 +417,15 @@ def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
     if _SHAPES_ONLY.get():
         dtype = None if found.initial is None else found.initial.dtype
         return torch.empty(site.shape, dtype=dtype, device="meta")
-    loc = None
+    given = None
     if init_loc_fn is not None:
         with suppress(NotImplementedError):  # Pyro's functions begin with a sample
-            loc = init_loc_fn({"name": site.name, "fn": found.prior})
-    if loc is None:
+            given = init_loc_fn({"name": site.name, "fn": found.prior})
+    if given is None:
         loc = _START.get()(site, _default_start(found))
+    else:
+        check("init_loc_fn(site)", given, Tensor)
+        loc = given.to(example_of(found.prior))
     for plate in site.plates:
         dim = plate.dim - site.event_dim
         if plate.subsample_size is not None and loc.dim() >= -dim and loc.shape[dim] < plate.size:
@@ -426,7 +435,20 @@ def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
             f"`init_loc_fn` must return a value of shape {tuple(site.shape)} for the site "
             f"'{site.name}', but got {tuple(loc.shape)}."
         )
+    if given is not None and not _is_inside(given, site.support):
+        raise ValueError(
+            f"`init_loc_fn` must return finite numbers inside of {site.support} for the site "
+            f"'{site.name}', but some are outside or on the boundary."
+        )
     return loc.detach()
+
+
+def _is_inside(value: Tensor, support: Any) -> bool:
+    """Whether a value has finite unconstrained values."""
+    inside = support.check(value).all() & value.isfinite().all()
+    if has_bijection(support):
+        inside &= bijection_onto(support).inv(value).isfinite().all()
+    return bool(inside)
 
 
 def _default_start(found: FoundSite) -> Tensor:

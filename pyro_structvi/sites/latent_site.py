@@ -68,6 +68,13 @@ class LatentSite:
         """The names of the model's sites, weight and bias for a joined site."""
         return (self.name,) if self.bias is None else (self.name, self.bias.name)
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the model's sites, by name."""
+        if self.bias is None:
+            return {self.name: self.shape}
+        return {self.name: self.bias.weight_shape, self.bias.name: self.shape[:1]}
+
     def join_bias(self, bias: "LatentSite") -> "LatentSite":
         """Return the site of this weight with a bias ``(out,)`` as its last column."""
         shape = torch.Size([self.shape[0], self.shape[1:].numel() + 1])

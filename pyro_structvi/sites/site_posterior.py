@@ -462,7 +462,7 @@ def _sample_site(
     use = SiteUse(site.name, own[0].local_reparam, count, eager_reason)
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
-    shapes = dict(zip(site.names, (site.bias.weight_shape, joint.shape[:1]), strict=True))
+    shapes = site.shapes
     if isinstance(joint, LazyWeight):
         takes = {name: lambda value, name=name: site.split(value)[name] for name in shapes}
         parts: dict[str, Tensor] = {

@@ -7,7 +7,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Positive, Program, checked
+from pyro_structvi._checks import Positive, Program, checked, shape_text
 from pyro_structvi.nn.random_module import sample_every_site
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters, warn_of_local_latents
 from pyro_structvi.sites.family import (
@@ -155,7 +155,7 @@ class StructuredGuide(OwningAutoGuide):
         with separate_randomness(), self.warning_of_new_parameters():
             found = find_sites_by_running(model, args, kwargs)
             check_patterns(found, self.families)
-            self._drop_declared_without_plates(found)
+            self._start_over_if_other(found)
             self._adopt(found)
         # In the order of execution, as Pyro's mean-field ELBO expects.
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
@@ -298,11 +298,14 @@ class StructuredGuide(OwningAutoGuide):
     def _couplings(self) -> Iterator[Coupling]:
         return (each for each in self.couplings.values() if isinstance(each, Coupling))
 
-    def _drop_declared_without_plates(self, found: dict[str, FoundSite]) -> None:
-        """Drop all posteriors if the first run finds that a declared site is in a plate."""
-        known = (name for name in found if name in self)
+    def _start_over_if_other(self, found: dict[str, FoundSite]) -> None:
+        """Drop all posteriors if the first run has a site in a plate, or of another shape."""
+        shapes = [pair for own in self._own_posteriors() for pair in own.site.shapes.items()]
+        sites = {name: item.site for name, item in found.items()}
         if not self._initialized and any(
-            found[name].site.plates and not self[name].site.plates for name in known
+            sites[name].plates or sites[name].shape != shape
+            for name, shape in shapes
+            if name in sites
         ):
             self.posteriors.clear()
             self.couplings.clear()
@@ -328,6 +331,13 @@ class StructuredGuide(OwningAutoGuide):
         for bias, weight in weight_of.items():
             if weight in sites:
                 sites[weight] = sites[weight].join_bias(sites.pop(bias))
+        for name in (name for name in sites if name in self):
+            known, shape = self[name].site.shape, sites[name].shape
+            if shape != known:
+                raise ValueError(
+                    f"The site '{name}' has shape {shape_text(shape)} with these arguments, and its "
+                    f"posterior {shape_text(known)}. Make a new guide for other sizes."
+                )
         made: dict[str, SitePosterior] = {}
         for name, family in chosen.items():
             if name in sites:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -386,6 +387,39 @@ def test_every_start_of_pyro_serves():
         median = guide.median()["z"]
         assert median.shape == (3,)
         assert bool(prior.support.check(median).all())
+
+
+@pytest.mark.parametrize(
+    ("prior", "start"),
+    [
+        (dist.HalfNormal(1.0), -1.0),
+        (dist.HalfNormal(1.0), 0.0),
+        (dist.HalfCauchy(1.0), math.inf),
+        (dist.Normal(0.0, 1.0), math.nan),
+        (dist.Dirichlet(torch.ones(3)), [0.5, 0.5, 0.5]),
+    ],
+)
+def test_a_start_must_be_inside_of_the_support(prior, start):
+    guide = ps.MeanFieldGuide(
+        lambda: pyro.sample("z", prior), init_loc_fn=lambda site: torch.tensor(start)
+    )
+    with pytest.raises(ValueError, match=r"finite numbers inside of .* for the site 'z', but some"):
+        guide.initialize()
+
+
+def test_a_start_is_a_tensor_and_takes_the_priors_dtype():
+    def guide_with(start):
+        return ps.MeanFieldGuide(
+            lambda: pyro.sample("z", dist.HalfNormal(1.0)), init_loc_fn=lambda site: start
+        )
+
+    guide = guide_with(torch.tensor(0.5, dtype=torch.float32))
+    guide.initialize()
+    assert guide.median()["z"].dtype == torch.float64
+    with pytest.raises(
+        TypeError, match=r"`init_loc_fn\(site\)` must be a torch.Tensor, but got 0.5"
+    ):
+        guide_with(0.5).initialize()
 
 
 def test_supports_of_fewer_dimensions():

@@ -333,6 +333,20 @@ def test_a_model_that_differentiates_enables_gradients():
             run()
 
 
+def test_sites_of_another_size_need_a_new_guide():
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            effect = pyro.sample("effect", dist.Normal(mean, 1.0))
+            pyro.sample("obs", dist.Normal(effect, 0.5), obs=y)
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(torch.zeros(5))
+    with pytest.raises(ValueError, match=r"'effect' has shape \(7,\) .* posterior \(5,\)"):
+        guide.initialize(torch.zeros(7))
+    assert torch.isfinite(ps.StructuredELBO().terms(model, guide, torch.zeros(5)).elbo)
+
+
 def test_data_of_another_dtype_is_an_error_that_names_the_site():
     model = make_regressor()
     x, y = regression_data()

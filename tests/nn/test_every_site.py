@@ -182,3 +182,22 @@ def test_parameters_of_before_the_run_are_told_where_it_finds_a_plate():
     with new, pytest.warns(UnusedSiteWarning):
         guide.initialize(torch.randn(4, 5, 3), torch.randn(4, 5))
     assert before.isdisjoint(guide.parameters())
+
+
+def test_a_run_has_the_last_word_on_the_shape_of_a_declared_site():
+    class Errors(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.size = 1
+            self.errors = PyroSample(
+                lambda self: dist.Normal(torch.zeros(self.size), 1.0).to_event(1)
+            )
+
+        def forward(self, y):
+            self.size = len(y)
+            pyro.sample("obs", dist.Normal(self.errors.cumsum(0), 0.1).to_event(1), obs=y)
+
+    guide = ps.MeanFieldGuide(Errors())
+    assert guide.draw()["errors"].shape == (1,)
+    guide.initialize(torch.zeros(4))
+    assert guide.draw()["errors"].shape == (4,)
