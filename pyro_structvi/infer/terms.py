@@ -138,10 +138,13 @@ def _observed_term(trace: Any, name: str, max_plate_nesting: float) -> Tensor:
 def _latent_term(site: Any, in_model: Any) -> Term:
     """Return the KL of a site's posterior from its prior, under the model's scale and mask."""
     posterior, prior, value = in_single(site["fn"]), in_single(in_model["fn"]), site["value"]
-    base = base_of(posterior)
+    base, use = base_of(posterior), SiteRole.of(site).use
     try:
         # Pyro's KL of a Delta forgets its log_density, the Jacobian.
         if isinstance(base, Delta) and not isinstance(base, PointMass):
+            raise NotImplementedError
+        # A closed form takes the marginals of sites whose posterior is joint.
+        if use is not None and use.is_dependent:
             raise NotImplementedError
         with autocast_off(value):
             return _weighed(kl_divergence(posterior, prior), in_model), False

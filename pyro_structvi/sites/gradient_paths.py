@@ -1,6 +1,6 @@
 """Dependence of observations on weights and on other examples, traced through a model."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ def trace_gradient_paths(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     uses: Mapping[str, SiteUse],
+    joint: Iterable[Collection[str]] = (),
 ) -> None:
     """Record in ``uses`` which weights must be sampled for gradients, and whether examples interact.
 
@@ -38,6 +39,11 @@ def trace_gradient_paths(
     none, a run with ordinary weights shows whether the placeholder is the reason. Runs on the same
     samples with other outputs of half of the examples show whether log densities, also of latents given
     others, are sums over examples. Batch normalizations use their running statistics here.
+
+    A prior that depends on another site of one of the ``joint`` posteriors is recorded, too.
+
+    Raises:
+        RuntimeError: If observations depend on a site that receives no gradient.
     """
     values: dict[str, Tensor] = {}
     normalizations = [part for part in modules_of(model) if isinstance(part, BatchOrInstanceNorm)]
@@ -53,6 +59,8 @@ def trace_gradient_paths(
     if torch.is_inference_mode_enabled() or not uses:
         return
     plain = run(partial(_ProbedWeight, changed=()))
+    for names in joint:
+        _note_dependent_priors(names, plain, uses)
     used = {name for name, use in uses.items() if use.count and not use.eager_reason}
     if used - plain.reached:
         drawn = run(lambda name, leaf: leaf.clone())  # which a model may change in place
@@ -70,6 +78,17 @@ def trace_gradient_paths(
             both = run(partial(_ProbedWeight, changed=changed, half=None))
             for use in uses.values():
                 use.examples_interact |= not plain.is_sum_of_changes(halves, both)
+
+
+def _note_dependent_priors(
+    names: Collection[str], probe: "_Probe", uses: Mapping[str, SiteUse]
+) -> None:
+    """Let sites of one posterior be sampled if the prior of one depends on another."""
+    for child in names:
+        parents = (probe.parents.get(child, set()) & {*names}) - {child}
+        for name in (child, *parents) if parents else ():
+            uses[name].is_dependent |= name == child
+            uses[name].eager_reason = "a prior given another site of its posterior"
 
 
 def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) -> None:
@@ -97,6 +116,7 @@ class _Probe(ValuesWithoutDraws):
         self.log_probs: dict[str, Tensor] = {}
         self.observed: list[str] = []
         self.reached: set[str] = set()
+        self.parents: dict[str, set[str]] = {}  # of latents, by their priors
         self._leaves: dict[int, str] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -115,8 +135,14 @@ class _Probe(ValuesWithoutDraws):
             msg["value"] = self._value_of(name, leaf)
 
     def find_reached(self) -> None:
-        """Find the sites that receive gradients of the observations, and free the graph."""
-        waiting: list[Any] = [self.log_probs[name].grad_fn for name in self.observed]
+        """Find the sites that receive gradients of the observations and of latents; free the graph."""
+        self.reached = self._reached_from(self.observed)
+        latents = [name for name in self._leaves.values() if name in self.log_probs]
+        self.parents = {name: self._reached_from([name]) for name in latents}
+        self.log_probs = {name: value.detach() for name, value in self.log_probs.items()}
+
+    def _reached_from(self, names: Iterable[str]) -> set[str]:
+        waiting: list[Any] = [self.log_probs[name].grad_fn for name in names]
         nodes = set[Any]()
         while waiting:
             node = waiting.pop()
@@ -124,8 +150,7 @@ class _Probe(ValuesWithoutDraws):
                 nodes.add(node)
                 waiting += [each for each, _ in node.next_functions]
         ends = {id(getattr(node, "variable", None)) for node in nodes}
-        self.reached = {name for leaf, name in self._leaves.items() if leaf in ends}
-        self.log_probs = {name: value.detach() for name, value in self.log_probs.items()}
+        return {name for leaf, name in self._leaves.items() if leaf in ends}
 
     @property
     def flat(self) -> Tensor:

@@ -155,6 +155,11 @@ class Coupling(nn.Module):
         super().__init__()
         self.sites = tuple(sites)
 
+    @property
+    def by_marginals(self) -> tuple[str, ...]:
+        """The sites whose KL terms are expectations under marginals of a joint posterior."""
+        return ()
+
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
         """Whether sites that are found later may be added."""
         return False
@@ -460,6 +465,7 @@ def _sample_site(
     count = 1 if once else 0 if unused else None
     eager_reason = own[0].eager_reason or own[1].eager_reason
     use = SiteUse(site.name, own[0].local_reparam, count, eager_reason)
+    use.is_dependent = any(each.is_dependent for each in own)
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
     shapes = site.shapes

@@ -159,8 +159,9 @@ class StructuredGuide(OwningAutoGuide):
             self._adopt(found)
         # In the order of execution, as Pyro's mean-field ELBO expects.
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
+        joint = [*self._weight_of.items(), *(each.by_marginals for each in self._couplings())]
         with separate_randomness():
-            trace_gradient_paths(model, args, kwargs, self._uses)
+            trace_gradient_paths(model, args, kwargs, self._uses, joint)
         self._initialized = True
         warn_of_unused(found, self._uses)
         warn_of_other_rows(self._uses)

@@ -121,6 +121,10 @@ class JointSubnetwork(SharedPosterior):
     def coupled(self) -> tuple[str, ...]:
         return tuple(name for name, size in self.sizes.items() if size)
 
+    @property
+    def by_marginals(self) -> tuple[str, ...]:
+        return self.coupled
+
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
         """Whether sites that are found late may join: only without chosen elements."""
         return not any(len(post.value("index")) for post in posteriors.values())

@@ -1,7 +1,7 @@
 """The uses of a sample site, and its role in the objective."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from pyro.distributions import Delta
@@ -28,6 +28,8 @@ class SiteUse:
         has_unknown_rows: Whether that is for a reason that the call does not show.
         examples_interact: Whether observations depend on the outputs of other examples, as in a loss
             over pairs. All examples then need the same weight.
+        is_dependent: Whether the prior depends on another site of the same posterior, so that the KL
+            needs a joint sample.
     """
 
     name: str
@@ -37,13 +39,15 @@ class SiteUse:
     has_other_rows: bool = False
     has_unknown_rows: bool = False
     examples_interact: bool = False
+    is_dependent: bool = False
 
     def after(self, former: "SiteUse | None") -> "SiteUse":
         """Return the union of the uses in this pass and in former ones."""
         if former is None:
             return self
         counts = [use.count for use in (self, former) if use.count is not None]
-        names = ("eager_reason", "has_other_rows", "has_unknown_rows", "examples_interact")
+        others = {"name", "local_reparam", "count"}
+        names = [each.name for each in fields(self) if each.name not in others]
         found = {name: getattr(self, name) or getattr(former, name) for name in names}
         return replace(self, count=max(counts, default=None), **found)
 

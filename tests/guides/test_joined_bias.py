@@ -13,8 +13,9 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import KTied, LowRank, MeanField
+from pyro_structvi.families import FullCovariance, KTied, LowRank, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
+from pyro_structvi.sites.parameterization import parameters_of_rows
 from pyro_structvi.testing import check_family
 from pyro_structvi.weights.lazy import DelayDraws, LazySlice
 from tests import dense_oracles as dense
@@ -256,6 +257,40 @@ def test_what_has_no_closed_form_is_sampled_and_said():
     empty = poutine.block(model, hide=["net.weight", "net.bias"])  # a layer that a pass skips
     with pytest.warns(ps.infer.SampledKLWarning, match=message):
         assert ps.StructuredELBO().terms(empty, guide, *args).sampled == ("net.weight+bias",)
+
+
+@pytest.mark.parametrize(("parent", "child"), [("weight", "bias"), ("bias", "weight")])
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_a_prior_given_the_other_site_takes_the_joint_draw(parent, child):
+    """A closed form would take the marginals of the two: a Gaussian of one layer has its evidence."""
+    sites = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}
+
+    def model(x, y):
+        own = {parent: pyro.sample(parent, dist.Normal(sites[parent], 1.0).to_event())}
+        loc = own[parent].sum() + sites[child]
+        own[child] = pyro.sample(child, dist.Normal(loc, 0.5).to_event())
+        mean = F.linear(x, own["weight"], own["bias"]).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(mean, 1.0), obs=y)
+
+    x, y = torch.randn(4, 3), torch.randn(4)
+    guide = make_guide(model, family=FullCovariance())
+    guide.initialize(x, y)
+    own, other = (torch.eye(4)[:3], torch.eye(4)[3:])[:: 1 if parent == "weight" else -1]
+    given = other - own.sum(0) if parent == "weight" else other - own
+    prior, design = own.mT @ own + 4 * given.mT @ given, torch.cat([x, torch.ones(4, 1)], 1)
+    exact = dist.MultivariateNormal(
+        torch.zeros(4), torch.eye(4) + design @ prior.inverse() @ design.mT
+    )
+    covariance = (prior + design.mT @ design).inverse()
+    loc, posterior = (covariance @ design.mT @ y).unsqueeze(0), guide["weight"]
+    factor = torch.linalg.cholesky(covariance)
+    with torch.no_grad():
+        for name, value in {"loc": loc, **parameters_of_rows(factor, loc)}.items():
+            posterior.value(name).copy_(value)
+    for _ in range(3):
+        bound = ps.StructuredELBO().terms(model, guide, x, y).elbo
+        torch.testing.assert_close(bound, exact.log_prob(y), rtol=1e-8, atol=1e-8)
 
 
 def test_scale_and_mask_of_weight_and_bias_must_be_one():

@@ -293,3 +293,22 @@ def test_training_moves_the_rest_only_if_asked(train_rest):
     assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
     prediction = ps.predict(guide.model, guide, data[0], num_samples=10)
     assert (prediction.function_variance > 0).all()
+
+
+def test_a_prior_given_another_chosen_site_takes_the_joint_draw():
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+        effects = pyro.sample("effects", dist.Normal(mean.expand(3), 0.5).to_event(1))
+        pyro.sample("obs", dist.Normal(effects, 0.3).to_event(1), obs=y)
+
+    y = torch.randn(3)
+    guide = ps.StructuredGuide(model, {"*": Subnetwork()}, init_scale=0.5)
+    guide.initialize(y)
+    for parameter in guide.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.manual_seed(0)
+    terms = ps.StructuredELBO().terms(model, guide, y)
+    torch.manual_seed(0)
+    draw = guide(y)
+    expected = -dist.Normal(draw["mean"], 0.5).log_prob(draw["effects"]).sum()
+    torch.testing.assert_close(terms.kl["effects"], expected, rtol=1e-10, atol=0)
