@@ -201,6 +201,17 @@ class OwningAutoGuide(AutoGuide):
                 super().load_state_dict({**state_dict, **fitting}, strict)
             return super().load_state_dict(state_dict, strict, assign)
 
+    def check_given_plates(self, plates: Mapping[str, str]) -> None:
+        """Raise a ``ValueError`` for plates with a subsample that the guide would draw anew, by site."""
+        owner = self if self.master is None else self.master()
+        if plates and owner.create_plates is None:
+            site, plate = next(iter(plates.items()))
+            raise ValueError(
+                f"The model is given the subsample of the plate '{plate}', and the guide would draw "
+                f"another one for the site '{site}'. Pass `create_plates=`, a function of the model's "
+                f"arguments that returns `pyro.plate('{plate}', size, subsample=...)`, to the guide."
+            )
+
     def make_plates(
         self, plates: Iterable[Plate], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class FoundSite:
     initial: Tensor | None
     use: SiteUse
     is_declared: bool = False
+    given_plate: str = ""  # around it, whose subsample the model receives
 
 
 def find_declared_sites(model: Any) -> dict[str, FoundSite]:
@@ -263,8 +264,14 @@ class _SiteRecorder(ValuesWithoutDraws):
         super().__init__()
         self.found: dict[str, FoundSite] = {}
         self.observed_plates: set[str] = set()
+        self.given_plates: set[str] = set()
         self.num_examples: set[int] = set()
         self.counted: dict[str, CountedWeight] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg) and msg["value"] is not None:
+            self.given_plates.add(msg["name"])
+        super()._pyro_sample(msg)
 
     def _pyro_post_sample(self, msg: Any) -> None:
         name = msg["name"]
@@ -287,8 +294,12 @@ class _SiteRecorder(ValuesWithoutDraws):
             plates.append(Plate(frame.name, size, frame.dim, subsample_size))
             shape[frame.dim - msg["fn"].event_dim] = size
         site = _describe(name, torch.Size(shape), msg["fn"], plates=tuple(plates))
-        use = SiteUse(name)
-        self.found[name] = FoundSite(site, msg["fn"], None, use)
+        use, parts = (
+            SiteUse(name),
+            [each.name for each in plates if each.subsample_size is not None],
+        )
+        given = next((plate for plate in parts if plate in self.given_plates), "")
+        self.found[name] = FoundSite(site, msg["fn"], None, use, given_plate=given)
         msg["value"] = self.counted[name] = CountedWeight(value, use)
 
 

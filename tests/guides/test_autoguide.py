@@ -358,11 +358,36 @@ def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(is_compiled):
     assert_fitted(guide, y)
 
 
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_plate_with_a_given_batch_needs_one_of_the_guide(in_list):
+    """The guide would draw other examples, whose latents would take these observations."""
+    data = torch.randn(SIZE), torch.tensor([7, 2, 5])
+    guide = ps.MeanFieldGuide(in_batches)
+    if in_list:
+        part, guide = guide, AutoGuideList(in_batches)
+        guide.append(part)
+    with pytest.raises(
+        ValueError, match=r"plate 'data', and the guide .* site 'shift'.*create_plates"
+    ):
+        guide(*data)
+    whole = ps.MeanFieldGuide(in_batches)
+    whole.initialize(data[0], torch.arange(SIZE))
+    assert whole.median()["shift"].shape == (SIZE,)
+
+
 def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
     data = torch.arange(SIZE) / 4.0, torch.arange(SIZE)
     options = {"num_steps": 150, "batch_size": 4, "lr": 0.1, "progress": False}
-    with pytest.raises(ValueError, match=r"'shift'.*give the guide `create_plates`"):
+    with pytest.raises(ValueError, match=r"'shift'.*`create_plates=`"):
         ps.fit(of_its_own, ps.MeanFieldGuide(of_its_own), data, **options)
+
+    def of_a_batch(y):
+        with pyro.plate("data", len(y)):
+            shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
+            pyro.sample("obs", dist.Normal(shift, 0.5), obs=y)
+
+    with pytest.raises(ValueError, match=r"'shift'.*give the guide `create_plates`"):
+        ps.fit(of_a_batch, ps.MeanFieldGuide(of_a_batch), data[:1], **options)
     guide = ps.MeanFieldGuide(of_its_own, create_plates=plate_of)
     ps.fit(of_its_own, guide, data, **options)
     assert_fitted(guide, data[0])
