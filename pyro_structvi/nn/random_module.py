@@ -177,7 +177,8 @@ def sample_every_site(module: nn.Module) -> None:
 
     A weight belongs to the model even if a pass skips it, such as an expert without examples or a
     dropped layer. All priors then have their KL in every pass. Sites of random modules are sampled
-    before anything else, and those of a user's own modules where these read them, or after the pass.
+    before anything else. A user's own modules sample their sites where they read them, or after the
+    pass.
 
     The values of a pass are kept as long as it can be differentiated, so that activation checkpointing
     recomputes layers with the same weights.

@@ -174,7 +174,7 @@ class OneOptimizer:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer computes losses by itself, as L-BFGS does."""
+    """Whether a step of an optimizer computes losses, as with L-BFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
