@@ -201,7 +201,7 @@ class OwningAutoGuide(AutoGuide):
                 super().load_state_dict({**state_dict, **fitting}, strict)
             return super().load_state_dict(state_dict, strict, assign)
 
-    def check_given_plates(self, plates: Mapping[str, str]) -> None:
+    def _check_given_plates(self, plates: Mapping[str, str]) -> None:
         """Raise a ``ValueError`` for plates with a subsample that the guide would draw anew, by site."""
         owner = self if self.master is None else self.master()
         if plates and owner.create_plates is None:

@@ -156,7 +156,7 @@ class StructuredGuide(OwningAutoGuide):
             found = find_sites_by_running(model, args, kwargs)
             check_patterns(found, self.families)
             given = {name: each.given_plate for name, each in found.items() if each.given_plate}
-            self.check_given_plates(given)
+            self._check_given_plates(given)
             self._start_over_if_other(found)
             self._adopt(found)
         # In the order of execution, as Pyro's mean-field ELBO expects.
