@@ -98,10 +98,9 @@ class Run:
             "the number of groups of `optimizer`": len(optimizer.options),
         }
         for number, group in enumerate(optimizer.options):
-            # The unit of a start is that of the first run, as the parameter is.
-            for name in (
-                group.keys() - NOT_COMPARED - ({"unit"} if group.get("of_start") else set())
-            ):
+            # The size of a start is its unit, and both are restored from the file.
+            own = {"unit"} if group.get("of_start") else set()
+            for name in group.keys() - NOT_COMPARED - own:
                 self.settings[f"the option `{name}` of `optimizer` in group {number}"] = group[name]
         if measured is not None:
             self.settings |= measured.settings

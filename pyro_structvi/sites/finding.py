@@ -294,11 +294,8 @@ class _SiteRecorder(ValuesWithoutDraws):
             plates.append(Plate(frame.name, size, frame.dim, subsample_size))
             shape[frame.dim - msg["fn"].event_dim] = size
         site = _describe(name, torch.Size(shape), msg["fn"], plates=tuple(plates))
-        use, parts = (
-            SiteUse(name),
-            [each.name for each in plates if each.subsample_size is not None],
-        )
-        given = next((plate for plate in parts if plate in self.given_plates), "")
+        use, parts = SiteUse(name), [each for each in plates if each.subsample_size is not None]
+        given = next((each.name for each in parts if each.name in self.given_plates), "")
         self.found[name] = FoundSite(site, msg["fn"], None, use, given_plate=given)
         msg["value"] = self.counted[name] = CountedWeight(value, use)
 
