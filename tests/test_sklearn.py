@@ -22,9 +22,9 @@ from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.sites.finding import find_declared_sites
 from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 
-SMALL = {"num_members": 2, "num_steps": 60, "random_state": 0, "dtype": "float64"}
+SMALL = {"num_members": 2, "num_steps": 25, "random_state": 0, "dtype": "float64"}
 POINT = {**SMALL, "posterior": "map", "refine": False, "validation_fraction": 0.0}
-CHAINS = {**SMALL, "refine": True, "num_sampling_steps": 200}
+CHAINS = {**SMALL, "refine": True, "num_sampling_steps": 100}
 
 
 @pytest.fixture

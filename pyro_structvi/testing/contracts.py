@@ -62,12 +62,15 @@ class Contract:
         """
         one, other = got.detach().double(), expected.detach().double()
         largest = max(1.0, float(other.abs().max())) if other.numel() else 1.0
-        try:
-            assert_close(one, other, rtol=self.tolerance, atol=self.tolerance * largest)
-        except AssertionError as error:
-            self.fail(
-                rule, f"the tensor of the definition, with entries up to {largest:.3g}", error
-            )
+        tolerances = {"rtol": self.tolerance, "atol": self.tolerance * largest}
+        # A tenth of the time of `assert_close`, whose words only a failure needs.
+        alike = one.shape == other.shape and one.device == other.device
+        if not (alike and torch.allclose(one, other, **tolerances)):
+            try:
+                assert_close(one, other, **tolerances)
+            except AssertionError as error:
+                entries = f"with entries up to {largest:.3g}"
+                self.fail(rule, f"the tensor of the definition, {entries}", error)
         if gradients and self.leaves and expected.requires_grad:
             values, probe = [leaf.value for leaf in self.leaves], torch.randn_like(expected)
             got = got + 0 * values[0].sum()  # with a gradient in any case

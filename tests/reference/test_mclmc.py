@@ -59,7 +59,7 @@ def test_draws_of_a_gaussian_posterior_have_its_moments(make_guide, options):
     model, data, mean, covariance = linear_regression()
     guide = make_guide(model)
     ps.fit(model, guide, data, num_steps=300, progress=False)
-    draws = sample(model, guide, data, progress=False, num_warmup=500, **options)
+    draws = sample(model, guide, data, progress=False, num_warmup=300, **options)
     w = draws["net.weight"].squeeze()
     assert w.shape == (4000, 3)
     tril = torch.linalg.cholesky(covariance)
@@ -213,7 +213,7 @@ def test_a_chain_that_cannot_move_is_left_out(monkeypatch):
         return stuck(gradients_of(target, position, *args), position, rows)
 
     monkeypatch.setattr(sys.modules[sample.__module__], "gradients_of", some_stuck)
-    options = {"num_chains": 3, "num_warmup": 300, "thinning": 4, "progress": False}
+    options = {"num_chains": 3, "num_warmup": 200, "thinning": 2, "progress": False}
     rows = [False, True, False]
     with pytest.warns(ps.reference.StuckChainWarning, match="1 of 3 chains are left out"):
         draws = sample(model, guide, data, **options)
@@ -352,7 +352,7 @@ def test_the_examples_of_the_data_count_once():
     )
     guide, part = ps.FullCovarianceGuide(model), (data[0][:5], data[1][:5])
     ps.fit(model, guide, part, num_steps=50, progress=False)
-    options = {"num_warmup": 300, "num_draws": 200, "energy_variance": 1e-3, "progress": False}
+    options = {"num_warmup": 200, "num_draws": 100, "energy_variance": 1e-3, "progress": False}
     deviations = sample(model, guide, data, **options)["net.weight"].squeeze().std(0)
     torch.testing.assert_close(deviations, covariance.diagonal().sqrt(), rtol=0.2, atol=0.0)
     own = ps.MeanFieldGuide(told)

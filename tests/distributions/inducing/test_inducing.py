@@ -52,6 +52,7 @@ SETTINGS = [(MATRIX, (2,)), ((3, 2, 2), ())]
 FURTHER = {
     name: law for name, law in LAWS.items() if name not in {"diagonal", "matrix normal", "full"}
 }
+PARTS = {"nested", "mixture", "low rank"}
 
 
 def kl_of_noise(scale):
@@ -139,8 +140,20 @@ def test_the_parts_of_drawn_inducing_weights_add_up_to_the_divergence_on_average
         close(exact_mean(parts), kl_divergence(q, prior))
 
 
-@pytest.mark.parametrize(("event_shape", "batch_shape"), SETTINGS, ids=str)
-@pytest.mark.parametrize("law", FURTHER.values(), ids=FURTHER)
+# Filters of nested mixtures show what filters of their parts do.
+@pytest.mark.parametrize(
+    ("law", "event_shape", "batch_shape"),
+    [
+        pytest.param(
+            law,
+            *shapes,
+            id=f"{name}, {shapes}",
+            marks=pytest.mark.slow if shapes != SETTINGS[0] and name in PARTS else (),
+        )
+        for name, law in FURTHER.items()
+        for shapes in SETTINGS
+    ],
+)
 def test_the_contract_holds_for_every_law_of_inducing_weights(law, event_shape, batch_shape):
     q = make(law, event_shape, batch_shape, bias_scale=True)
     check_distribution(
