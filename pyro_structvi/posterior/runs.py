@@ -28,6 +28,7 @@ from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
 from pyro_structvi.sites.finding import (
     CountedWeight,
+    check_runs_on_inputs,
     in_evaluation,
     modules_of,
     naming_derivatives,
@@ -78,6 +79,9 @@ def run_at_draw(
     try:
         with poutine.block(), poutine.mask(mask=False):
             return poutine.trace(_AtDraw(given, unused, counts)(model)).get_trace(*args)
+    except TypeError:
+        check_runs_on_inputs(model, args)
+        raise
     except RuntimeError as error:
         for index, value in enumerate(args if values else ()):
             if isinstance(value, Tensor) and value.is_floating_point():

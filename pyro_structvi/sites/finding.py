@@ -120,17 +120,34 @@ def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise a ``TypeError`` unless a model accepts these arguments."""
-    program = poutine.unwrap(model)
-    try:
-        signature(getattr(program, "forward", program)).bind(*args, **kwargs)
-    except TypeError as error:
+    if refusal := _refusal(model, args, kwargs):
+        program = poutine.unwrap(model)
         is_net = isinstance(program, nn.Module) and not isinstance(program, Likelihood) and args
         net = "A net alone is no model of observations: wrap it, as in `Regressor(net)`."
         others = "Give the model's arguments, such as `(x, y)` or `{'x': inputs, 'y': y}`."
         raise TypeError(
             f"`model` must take the {len(args) + len(kwargs)} arguments given, but {brief(program)} "
-            f"says: {error}. {net if is_net else others}"
-        ) from None
+            f"says: {refusal}. {net if is_net else others}"
+        )
+
+
+def check_runs_on_inputs(model: Any, args: tuple[Any, ...]) -> None:
+    """Raise a ``TypeError`` unless a model accepts inputs without observations."""
+    if refusal := _refusal(model, args, {}):
+        raise TypeError(
+            f"`model` must run on inputs alone, but {brief(poutine.unwrap(model))} says: {refusal}. "
+            "Give its observations a default, as in `def forward(self, x, y=None)`."
+        )
+
+
+def _refusal(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the words by which the signature of a model refuses arguments, None if it takes them."""
+    program = poutine.unwrap(model)
+    try:
+        signature(getattr(program, "forward", program)).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def find_sites_by_running(

@@ -9,7 +9,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi.linalg.matrices import solve_lower, standard_normal
+from pyro_structvi.linalg.matrices import at_least_single, solve_lower, standard_normal
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
@@ -144,16 +144,17 @@ def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
     noise = noise.unsqueeze(-2)
     with torch.no_grad():
         drawn = noise @ columns
-        covariance = columns.mT @ columns
+        wide = at_least_single(columns)  # half precision has no factorization
+        covariance = wide.mT @ wide
         diagonal = covariance.diagonal(dim1=-2, dim2=-1)
-        details = torch.finfo(columns.dtype)
+        details = torch.finfo(wide.dtype)
         diagonal += 10 * details.eps * diagonal.mean(-1, keepdim=True) + details.tiny
         tril, failed = torch.linalg.cholesky_ex(covariance)
         # Two triangular systems, since `cholesky_solve` cannot be captured in a CUDA graph.
-        half = torch.linalg.solve_triangular(tril, drawn.mT, upper=False)
-        seen = torch.linalg.solve_triangular(tril.mT, half, upper=True).mT @ columns.mT
+        half = torch.linalg.solve_triangular(tril, drawn.mT.to(tril), upper=False)
+        seen = torch.linalg.solve_triangular(tril.mT, half, upper=True).mT @ wide.mT
         # The gradient with all of the noise has the same mean.
-        seen = torch.where((failed == 0)[..., None, None], seen, noise)
+        seen = torch.where((failed == 0)[..., None, None], seen.to(noise), noise)
     outputs = seen @ columns
     return (outputs + (drawn - outputs.detach())).squeeze(-2)
 

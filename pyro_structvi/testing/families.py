@@ -204,15 +204,15 @@ def _check_scale(
             rule = "at the start elements are independent with the variance `init_scale` ** 2"
             contract.close(rule, found.covariance / scale**2, expected)
         elif scale == SCALE:
-            site = guide[WEIGHT].site
-            is_coupled = couple.dispatch(type(family)) is not couple.dispatch(Family)
-
-            def variance() -> Tensor:
-                if is_coupled:
-                    return _marginal(make(scale)).variance
-                return family.distribution(site, **family.init(site, loc, scale)).variance
-
-            variances = torch.stack([variance() for _ in range(STARTS)])
+            if couple.dispatch(type(family)) is couple.dispatch(Family):
+                site = guide[WEIGHT].site
+                variances = torch.stack([
+                    family.distribution(site, **family.init(site, loc, scale)).variance
+                    for _ in range(STARTS)
+                ])
+            else:
+                starts = (_marginal(make(scale)) for _ in range(STARTS))
+                variances = torch.stack([start.variance for start in starts])
             ratio = variances.mean().item() / scale**2
             if abs(ratio - 1) > tolerance:
                 rule = "on average over starts the variance of an element is `init_scale` ** 2"

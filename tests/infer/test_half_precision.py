@@ -120,6 +120,12 @@ def test_what_was_formed_in_half_precision_is_formed_anew():
     assert q.variance_sum.dtype == HALF
 
 
+def test_inducing_weights_are_not_in_half_precision():
+    model = ps.Regressor(linear(2, HALF), 20, 0.1)
+    with pytest.raises(TypeError, match=r"must be in single or double precision .* torch.bfloat16"):
+        ps.InducingWeightGuide(model).initialize(torch.randn(20, 3).to(HALF), torch.randn(20, 2))
+
+
 @pytest.mark.parametrize("prior", [1.0, {"2.*": 1.0, "*": None}])
 @pytest.mark.parametrize("how", [False, "traced", "SVI"])
 def test_no_step_in_a_block_of_autocast_uses_casts_of_old_weights(prior, how):

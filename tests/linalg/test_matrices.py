@@ -89,3 +89,13 @@ def test_outputs_that_depend_on_each_other_have_finite_gradients(dtype):
         drawn, own = gradient(each, noise, lambda f: f.square().sum(-1))
         torch.testing.assert_close(drawn, noise @ each)
         assert bool(own.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_factored_in_single(dtype):
+    columns, noise = torch.randn(7, 3).to(dtype), torch.randn(4, 7).to(dtype)
+    found = gradient(columns, noise, lambda f: f.square().sum(-1))
+    expected = gradient(columns.double(), noise.double(), lambda f: f.square().sum(-1))
+    for own, exact in zip(found, expected, strict=True):
+        assert own.dtype == dtype
+        torch.testing.assert_close(own.double(), exact, rtol=0.05, atol=0.05)

@@ -273,6 +273,21 @@ def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
         ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, -1.0])}, x)
 
 
+def test_a_model_that_cannot_run_without_observations_says_so():
+    def model(x, y):
+        pyro.sample("y", dist.Normal(net(x), 0.1).to_event(2), obs=y)
+
+    net, x = ps.bayesianize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))), torch.randn(4, 3)
+    guide = ps.GlobalInducingGuide(model, x)
+    message = (
+        "`model` must run on inputs alone, but .* missing a required argument: 'y'. Give its obs"
+    )
+    with pytest.raises(TypeError, match=message):
+        guide.initialize(x, torch.zeros(4, 1))
+    with pytest.raises(TypeError, match=message):
+        ps.predict(model, {"0.weight": torch.zeros(2, 3, 3)}, x)
+
+
 @pytest.mark.parametrize("takes_part", [True, False])
 def test_a_random_part_of_the_examples_is_refused_and_a_mini_batch_is_none(takes_part):
     """A plate scales a mini-batch by its ``subsample_size``; its indices choose examples if used."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyro_structvi._checks import Count, brief, checked, naming
 from pyro_structvi.linalg.matrices import autocast_off
 from pyro_structvi.sites.family import Family, GuideOptions
-from pyro_structvi.sites.finding import separate_randomness
+from pyro_structvi.sites.finding import check_runs_on_inputs, separate_randomness
 from pyro_structvi.sites.site_posterior import (
     Coupling,
     SitePosterior,
@@ -196,6 +196,7 @@ class GlobalInducingGuide(StructuredGuide):
                 met[name] = rows
             return starts[name]
 
+        check_runs_on_inputs(self.needed_model, (inputs,))
         with naming("inputs", inputs), separate_randomness(), torch.enable_grad():
             Run(own, draw, values).run(self.needed_model, inputs)
         missing = [name for name in starts if name not in met]

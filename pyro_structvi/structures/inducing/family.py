@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, Positive, Rule, checked
+from pyro_structvi.linalg.matrices import is_half
 from pyro_structvi.sites.family import FactoredFamily, Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import capped, uncapped
@@ -91,6 +92,11 @@ class InducingWeights(FactoredFamily):
         return "prior_scale", *(f"inducing_{name}" for name in self.posterior.constants)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        if is_half(loc):
+            raise TypeError(
+                f"The weight '{site.name}' must be in single or double precision for inducing weights, "
+                f"but is in {loc.dtype}. Leave the net in float32 and train under `torch.autocast`."
+            )
         prior_scale = self.prior_scales(site)
         matrix = loc.flatten(1) / prior_scale[0]
         matrix[:, -1] *= prior_scale[0] / prior_scale[-1]
