@@ -6,12 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from pyro_structvi import Regressor, bayesianize
 from pyro_structvi.distributions import (
     AugmentedMatrixNormal,
     ConditionalNormal,
     EigenbasisNormal,
     FullNormal,
+    GaussianWeight,
     InducingNormal,
     KTiedNormal,
     LogScaleNormal,
@@ -20,9 +24,11 @@ from pyro_structvi.distributions import (
     MeanFieldNormal,
     RowwiseNormal,
 )
-from pyro_structvi.testing import random_weight
+from pyro_structvi.maps import ConvolutionMap
+from pyro_structvi.testing import guides_for, random_weight
 from pyro_structvi.testing.distributions import cholesky_factor, positive
 from tests import dense_oracles as dense
+from tests.unit_noise import unit_draws
 
 __all__ = ["cholesky_factor", "positive"]
 
@@ -258,4 +264,42 @@ CASES = [
     Case("full", make_full, full, has_convolution_image=False),
 ]
 
+
+CONVOLUTIONS = {
+    "has_convolution_image": ConvolutionMap(F.conv1d, (6, 2)),
+    "serves_groups": ConvolutionMap(F.conv1d, (3, 2), groups=2),
+}
+
+
+def covariance_of_draws(q):
+    """Return the diagonal blocks of ``A A'``, for draws ``mean + A e``."""
+    size, whole = q.event_shape.numel(), unit_draws(q.rsample).covariance
+    blocks = whole.unfold(0, size, size).unfold(1, size, size).diagonal()
+    return blocks.movedim(-1, 0).reshape(*q.batch_shape, size, size)
+
+
+def cases_of_registry():
+    """Give a case to each normal structure of the registry, by its declared arguments and its draws."""
+    net = bayesianize(nn.Linear(MATRIX[1], MATRIX[0], bias=False), prior=1.0)
+    model, images = Regressor(net, num_data=1, noise_scale=1.0), torch.zeros(5, 6, 4)
+    found = {}
+    for name, make_guide in guides_for("tests").items():
+        q = make_guide(model)["net.weight"]()
+        if isinstance(q, GaussianWeight) and q._arguments:
+            sizes = {}
+            for argument_name, argument in q._arguments.items():
+                shape = getattr(q, argument_name).shape
+                sizes |= dict(zip(argument.letters, shape, strict=True))
+            own = {k: sizes[k] for k in sizes if k.isalpha() and k not in {"out", "in", "D"}}
+            flags = {
+                flag: q.ways_to_apply(linear_map, images)[0] == "outputs"
+                for flag, linear_map in CONVOLUTIONS.items()
+            }
+            make = random_weight(type(q), **own)
+            found[type(q)] = Case(name, make, covariance_of_draws, serves_vectors=False, **flags)
+    return found
+
+
+OF_CLASSES = {type(case.make((), MATRIX, torch.float64)): case for case in CASES}
+CASES += [case for kind, case in cases_of_registry().items() if kind not in OF_CLASSES]
 CONVOLUTION_CASES = [case for case in CASES if case.has_convolution_image]

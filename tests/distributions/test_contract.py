@@ -7,8 +7,16 @@ from pyro_structvi.distributions import PointMixture
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.testing import check_distribution
 from pyro_structvi.weights.weight_distribution import IndependentWeight
-from tests.distributions.cases import CASES, MATRIX, VECTOR, make_full
+from tests.distributions.cases import (
+    CASES,
+    MATRIX,
+    OF_CLASSES,
+    VECTOR,
+    cases_of_registry,
+    make_full,
+)
 from tests.distributions.subject import FLOAT64, with_arguments
+from tests.unit_noise import assert_close
 
 FILTERS = (4, 2, 2)
 ALIKE = {
@@ -46,6 +54,16 @@ def test_independence_is_declared():
         covariance = case.covariance(q)
         is_diagonal = torch.equal(covariance, torch.diag_embed(covariance.diagonal()))
         assert isinstance(q, IndependentWeight) == is_diagonal, case.name
+
+
+def test_a_structure_without_a_case_of_its_own_has_one_by_the_registry():
+    found = cases_of_registry()
+    assert len(found) > 4
+    for kind, case in found.items():
+        q, own = case.make((2,), MATRIX, FLOAT64), OF_CLASSES[kind]
+        assert_close(case.covariance(q), own.covariance(q))
+        assert case.has_convolution_image == own.has_convolution_image
+        assert case.serves_groups == (own.serves_groups and own.has_convolution_image)
 
 
 def mean_of_members(q):
