@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from pyro_structvi._checks import brief, check_no_nan
@@ -134,10 +141,13 @@ def num_examples(batches: Any) -> int | None:
         return len(batches.sampler)
     if not isinstance(batches, DataLoader):
         return None
-    sampler: Any = getattr(batches.batch_sampler, "sampler", None)
+    whole: Any = batches.batch_sampler
+    sampler = getattr(whole, "sampler", None)
     if isinstance(sampler, WeightedRandomSampler):
         return int((sampler.weights > 0).sum())
     is_of_all = isinstance(sampler, DistributedSampler)
+    if isinstance(sampler, SequentialSampler) and getattr(whole, "drop_last", False):
+        return len(whole) * int(whole.batch_size)  # no pass visits the last examples
     chosen = batches.dataset if is_of_all else getattr(sampler, "data_source", sampler)
     return len(chosen) if isinstance(chosen, Sized) else None
 
