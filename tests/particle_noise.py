@@ -28,12 +28,14 @@ def terms_in_a_loop(elbo, model, guide, *args):
 
 def draws_together(joint, count):
     """Return the draws of a joint posterior in one pass, each with the noise of its number."""
-    return _in_one_pass(lambda: joint.draw_many(range(count), local=True))
+    return _in_one_pass(lambda: joint.draw_many(range(count), local=True), count)
 
 
-def _in_one_pass(compute):
+def _in_one_pass(compute, count=None):
+    """Map over numbers by vmap, or over ``count`` numbers by the first dimension of the noise."""
     vmap = torch.func.vmap
     with _noise_of_particles() as noise:
+        noise.count = count
 
         def numbered(function, **options):
             return vmap(lambda number: noise.run(function, number), **options)
@@ -56,6 +58,9 @@ class _Noise:
 
     _rows = 64
 
+    def __init__(self):
+        self.count, self._number, self._random = None, None, np.random.default_rng(0)
+
     def run(self, function, number):
         self._number, self._random = number, np.random.default_rng(0)
         return function(number)
@@ -71,7 +76,12 @@ class _Noise:
 
     def _row(self, draw, shape, dtype):
         own = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        table = torch.as_tensor(draw((self._rows, *own))).to(dtype or torch.get_default_dtype())
+        is_of_all = self._number is None
+        assert not is_of_all or own[0] == self.count
+        size = (self._rows, *own[is_of_all:])
+        table = torch.as_tensor(draw(size)).to(dtype or torch.get_default_dtype())
+        if is_of_all:
+            return table[: self.count]
         return table.index_select(0, torch.as_tensor(self._number).reshape(1)).squeeze(0)
 
 

@@ -345,6 +345,11 @@ class JointPosterior:
         """Draw all sites once for each number, stacked; vectorized if torch supports that."""
         state = [value for own in self._every for value in (*own.parameters(), *own.buffers())]
         if len(numbers) > 1 and not self._draws_in_turn and are_plain(state):
+            if not self._couplings:
+                values: dict[str, Tensor] = {}
+                for site, distribution in self.conditionals("draw", local):
+                    values |= site.split(distribution.rsample(torch.Size([len(numbers)])))
+                return values
             self.factorize()
             each = torch.tensor(numbers, device=state[0].device)
             draws = in_one_pass(partial(self.draw, local), each)

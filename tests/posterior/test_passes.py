@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import pyro_structvi as ps
+from pyro_structvi.families import FullCovariance, InducingWeights
 from pyro_structvi.posterior import prediction
 from pyro_structvi.posterior.passes import Passes
 from pyro_structvi.posterior.runs import evaluation_mode
@@ -236,7 +237,9 @@ def test_what_cannot_be_vectorized_runs_one_by_one_in_silence(net):
 
 def test_a_guide_that_cannot_be_vectorized_draws_one_by_one(monkeypatch):
     model, x = make_regressor(), torch.randn(5, 3)
-    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    shared = InducingWeights((3, 2), FullCovariance(), shared=True)
+    guide = ps.StructuredGuide(model, {"*": shared}, init_scale=0.3)
+    guide.initialize(x)
     joint = guide.joint_posterior()
     draw = joint.draw
 
