@@ -1,6 +1,6 @@
 """Convolutions and transposed convolutions as linear maps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -124,6 +124,14 @@ class ConvolutionMap(LinearMap):
         if self.groups == 1:
             return norms
         return norms.repeat_interleave(out // self.groups, self.channel_dim)
+
+    def by_channel(self, x: Tensor, matrix: Tensor) -> Iterator[Tensor]:
+        """Yield the parts of the outputs from each input channel of a group, which sum to them."""
+        inputs = x.unflatten(x.dim() + self.channel_dim, (self.groups, -1))
+        filters = matrix.reshape(-1, *self.kernel_shape).unbind(1)
+        of_one = replace(self, kernel_shape=(1, *self.kernel_shape[1:]))
+        for image, own in zip(inputs.unbind(self.channel_dim), filters, strict=True):
+            yield of_one(image, own)
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         count, out = matrices.shape[:2]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Laplace, Normal, constraints, register_kl
 
 from pyro_structvi._checks import Count, Share, Whole, checked
+from pyro_structvi.maps.convolution import ConvolutionMap
 from pyro_structvi.maps.linear_map import LinearMap, shape_per_example
 from pyro_structvi.sites.family import ContinuousFamily, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
@@ -206,7 +208,7 @@ class _DropoutOutputs(OutputDistribution):
         return self._apply(self._x)
 
     def _apply(self, x: Tensor) -> Tensor:
-        return self._map(x, self._weight.as_matrix(self._weight.loc), self._bias_loc)
+        return self._map(x, self._matrix, self._bias_loc)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         if sample_shape:
@@ -220,27 +222,39 @@ class _DropoutOutputs(OutputDistribution):
         return self._apply(x * masks.repeat(groups))
 
     @property
-    def _columns(self) -> Tensor:
-        """Vectors whose outer products sum to the covariance, ``(number, *batch, *event)``."""
-        x, dim = self._x, self._map.channel_dim
-        channels = self._weight.num_channels
-        matrix = self._weight.as_matrix(self._weight.loc)
-        of = torch.arange(x.shape[dim], device=x.device) % channels
-        of = of.reshape(-1, *(1 for _ in range(-dim - 1)))
-        each = [self._map(x * (of == channel), matrix) for channel in range(channels)]
-        return math.sqrt(self._weight._odds) * torch.stack(each)
-
-    @property
     def variance(self) -> Tensor:
-        if self._map.is_dense:  # a channel is one input
-            matrix = self._weight.as_matrix(self._weight.loc)
-            return self._weight._odds * self._map(self._x.square(), matrix.square())
-        return self._columns.square().sum(0)
+        if isinstance(self._map, ConvolutionMap):
+            parts = self._map.by_channel(self._x, self._matrix)
+            total = reduce(torch.add, (part.square() for part in parts))
+        else:  # a channel is one input
+            total = self._map(self._x.square(), self._matrix.square())
+        return self._weight._odds * total
 
     @property
     def covariance_matrix(self) -> Tensor:
         columns = self._columns.flatten(-len(self.event_shape)).movedim(0, -2)
-        return columns.mT @ columns
+        return self._weight._odds * columns.mT @ columns
+
+    @property
+    def _columns(self) -> Tensor:
+        """Outputs from each channel alone, ``(channels, *batch, *event)``."""
+        if not isinstance(self._map, ConvolutionMap):
+            inputs = self._x.movedim(-1, 0).unsqueeze(-1)
+            ones = [1 for _ in self._x.shape[1:]]
+            products: Tensor = inputs * self._matrix.mT.reshape(-1, *ones, len(self._matrix))
+            return products
+        parts = torch.stack([*self._map.by_channel(self._x, self._matrix)])
+        groups, dim = self._weight.groups, self._map.channel_dim
+        if groups == 1:
+            return parts
+        own = torch.eye(groups).to(parts).reshape(groups, *(1 for _ in parts.shape[1:]), groups)
+        each = parts.unflatten(dim, (groups, -1)).movedim(dim - 1, -1)
+        alone = each.unsqueeze(0) * own.unsqueeze(1)
+        return alone.movedim(-1, dim - 1).flatten(dim - 1, dim).flatten(0, 1)
+
+    @property
+    def _matrix(self) -> Tensor:
+        return self._weight.as_matrix(self._weight.loc)
 
 
 def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
