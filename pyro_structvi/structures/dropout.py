@@ -238,11 +238,12 @@ class _DropoutOutputs(OutputDistribution):
     @property
     def _columns(self) -> Tensor:
         """Outputs from each channel alone, ``(channels, *batch, *event)``."""
+        columns: Tensor
         if not isinstance(self._map, ConvolutionMap):
-            inputs = self._x.movedim(-1, 0).unsqueeze(-1)
             ones = [1 for _ in self._x.shape[1:]]
-            products: Tensor = inputs * self._matrix.mT.reshape(-1, *ones, len(self._matrix))
-            return products
+            filters = self._matrix.mT.reshape(-1, *ones, len(self._matrix))
+            columns = self._x.movedim(-1, 0).unsqueeze(-1) * filters
+            return columns
         parts = torch.stack([*self._map.by_channel(self._x, self._matrix)])
         groups, dim = self._weight.groups, self._map.channel_dim
         if groups == 1:
@@ -250,7 +251,8 @@ class _DropoutOutputs(OutputDistribution):
         own = torch.eye(groups).to(parts).reshape(groups, *(1 for _ in parts.shape[1:]), groups)
         each = parts.unflatten(dim, (groups, -1)).movedim(dim - 1, -1)
         alone = each.unsqueeze(0) * own.unsqueeze(1)
-        return alone.movedim(-1, dim - 1).flatten(dim - 1, dim).flatten(0, 1)
+        columns = alone.movedim(-1, dim - 1).flatten(dim - 1, dim).flatten(0, 1)
+        return columns
 
     @property
     def _matrix(self) -> Tensor:
