@@ -1,5 +1,6 @@
 """What a guide says of itself: its parameters, as formulas count them, its memory and its report."""
 
+import math
 import re
 import warnings
 from dataclasses import fields
@@ -253,6 +254,27 @@ def test_points_and_joined_biases_and_weights_that_are_drawn_together():
     # The scale given the shared draw would be too small.
     kinds = {(each.posterior, each.scale, each.drawn) for each in weights}
     assert kinds == {("InducingWeights", None, "outputs")}
+
+
+def test_a_mixture_reports_on_all_its_members():
+    model, data = make_regressor(), regression_data()
+    scales = iter((0.3, 0.4))
+    guide = ps.MixtureGuide(model, lambda m: ps.MeanFieldGuide(m, init_scale=next(scales)), 2)
+    found, of_one = reported(guide, *data), reported(guide.members[0], *data)
+    assert found.keys() == of_one.keys()
+    for name, row in found.items():
+        assert row.scale == pytest.approx(math.sqrt((0.3**2 + 0.4**2) / 2))
+        assert row.parameters == 2 * of_one[name].parameters
+    assert sum(row.parameters for row in found.values()) == count(guide)
+    net = ps.bayesianize(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), {"1.*": 1.0, "*": None})
+    model, kinds = (
+        ps.Regressor(net, num_data=12, noise_scale=0.1),
+        iter((ps.MAPGuide, ps.MeanFieldGuide)),
+    )
+    guide = ps.MixtureGuide(model, lambda m: next(kinds)(m), 2, vectorize=False)
+    found = reported(guide, *data)
+    assert found["net.1.weight"].posterior == "PointEstimate, MeanField"
+    assert (found["net.0.weight"].state, found["net.0.weight"].parameters) == ("trained", 6)
 
 
 def test_frozen_parameters_are_not_copied_to_be_put_back(monkeypatch):
