@@ -24,7 +24,6 @@ from pyro_structvi.sites.site_posterior import (
     SitePosterior,
     are_plain,
     check_no_plates_around,
-    in_one_pass,
     probabilities,
     stack_draws,
 )
@@ -299,7 +298,6 @@ class JointMixture:
         self._guide = guide
         self._joints: dict[int, JointPosterior] = {}
         self._stacked: dict[str, Tensor] = {}
-        self._draws_in_turn = False
 
     def factorize(self) -> None:
         """Do nothing: no factors are shared between members."""
@@ -350,23 +348,26 @@ class JointMixture:
         """Draw all sites from one member; successive draws are spread over members by their weights."""
         if number is not None:
             number = _members_of_draws(self._guide.weights, number + 1)[-1]
-        return self._draw_member(local, number)
-
-    def _draw_member(self, local: bool, number: Any) -> dict[str, Tensor]:
         return self.at_member(number, lambda _, joint: joint.draw(local))
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
-        of_draws = _members_of_draws(self._guide.weights, max(numbers) + 1)
-        members = [of_draws[number] for number in numbers]
-        self._draws_in_turn |= not self._has_one_kind
-        if len(members) > 1 and not self._draws_in_turn:
-            states = self._states(members)
-            if are_plain(states.values()):
-                draws = in_one_pass(partial(self._draw_member, local), states)
-                if draws is not None:
-                    return draws
-                self._draws_in_turn = True
-        return stack_draws([self._draw_member(local, number) for number in members])
+        """Draw all sites once for each number, stacked; the draws of a member share its factors."""
+        members = _members_of_draws(self._guide.weights, max(numbers) + 1)
+        by_member: dict[int, list[int]] = {}
+        for number, member in enumerate(members):
+            by_member.setdefault(member, []).append(number)
+        draws, places = list[dict[str, Tensor]](), list[int]()
+        for member, own in by_member.items():
+            asked = [place for place, number in enumerate(numbers) if members[number] == member]
+            if asked:
+                counts = [own.index(numbers[place]) for place in asked]
+                draws.append(self._draw_member(member, counts, local))
+                places += asked
+        order = torch.tensor(places, device=self._guide.weights.device).argsort()
+        return {name: torch.cat([own[name] for own in draws])[order] for name in draws[0]}
+
+    def _draw_member(self, member: int, numbers: Sequence[int], local: bool) -> dict[str, Tensor]:
+        return self.at_member(member, lambda _, joint: joint.draw_many(numbers, local))
 
     def median(self) -> dict[str, Tensor]:
         medians = stack_draws([each.median() for each in self._guide.members])
