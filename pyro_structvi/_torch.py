@@ -4,7 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from types import FrameType
@@ -15,6 +15,7 @@ import torch.utils.checkpoint as checkpoint
 from torch import Tensor, fx, nn
 from torch.autograd import Variable, forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.optim import optimizer as optimizers
@@ -27,6 +28,21 @@ from torch.utils.weak import WeakTensorKeyDictionary as TensorKeyDictionary
 
 T = TypeVar("T", bound=Tensor)
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+@contextmanager
+def kernels_for_vmap(like: Tensor) -> Iterator[None]:
+    """Run a block on the device of a tensor with kernels of attention that :func:`torch.func.vmap` maps.
+
+    It runs others in a loop, with a warning.
+    """
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH) if like.device.type == "cpu" else nullcontext():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
 
 
 def not_compiled(function: F) -> F:

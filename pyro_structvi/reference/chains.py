@@ -11,6 +11,7 @@ from torch.func import grad_and_value, vmap
 from torch.nn.functional import normalize
 from tqdm.auto import tqdm
 
+from pyro_structvi._torch import kernels_for_vmap
 from pyro_structvi.infer.steps.recording import Record
 
 MEMORY = 150  # steps that the adaptation of the step size remembers
@@ -177,7 +178,8 @@ def gradients_of(
     both = vmap(grad_and_value(target), randomness="error")
 
     def evaluate(positions: Tensor) -> tuple[Tensor, Tensor]:
-        gradient, value = both(positions)
+        with kernels_for_vmap(positions):
+            gradient, value = both(positions)
         return value.detach(), gradient.detach()
 
     try:

@@ -10,7 +10,7 @@ from torch.func import vmap
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn_user
-from pyro_structvi._torch import parts_kept
+from pyro_structvi._torch import kernels_for_vmap, parts_kept
 from pyro_structvi.infer.batches import TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.posterior.runs import evaluation_mode
@@ -170,8 +170,12 @@ def _as_draws(
     by_name = {name: value[is_kept] for name, value in by_name.items()}
     each = by_name.pop("position")  # (chain, draw, D)
     values = vmap(vmap(lambda position: target.values_at(position)[0]))(each)
-    functions_of = vmap(target.functions_at)
-    run = without_python(lambda z: (functions_of(z),), each[:, 0], len(kept), compiled=False)
+
+    def functions_of(positions: Tensor) -> tuple[Tensor]:
+        with kernels_for_vmap(positions):
+            return (vmap(target.functions_at)(positions),)
+
+    run = without_python(functions_of, each[:, 0], len(kept), compiled=False)
     functions = torch.stack([run(draw)[0] for draw in each.unbind(1)], 1)  # (chain, draw, F)
     seconds = time.perf_counter() - start
     convergence = convergence_of([functions], values.values(), len(each))

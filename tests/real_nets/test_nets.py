@@ -108,6 +108,21 @@ def test_an_ensemble_that_cannot_train_in_one_pass_is_refused():
         ps.fit(model, ps.EnsembleGuide(model, 3), data, num_steps=1, progress=False)
 
 
+def test_attention_of_several_draws_runs_in_one_pass():
+    """Not in a loop of torch with a warning, which is an error here."""
+    model, (x, y) = case_of("transformer encoder").make()
+    model.eval()
+    guide = ps.EnsembleGuide(model, 3)
+    guide.initialize(x, y)
+    alone = [ps.StructuredELBO().loss(model, member, x, y) for member in guide.members]
+    assert ps.StructuredELBO().loss(model, guide, x, y) == pytest.approx(sum(alone) / 3, rel=1e-9)
+    functions = guide.sample_functions(3)
+    with torch.no_grad():
+        for found, member in zip(functions(x), guide.members, strict=True):
+            torch.testing.assert_close(found, member.to_net()(x).detach())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_the_fast_path_of_a_transformer_takes_the_draw():
     """Without gradients torch runs a layer in evaluation as one operation on its weights."""
     model, (x, _) = case_of("transformer encoder").make()
