@@ -352,11 +352,15 @@ def count_runs(rows: Iterable[Row]) -> str:
 
 
 def deviations(rows: Iterable[Row]) -> str:
-    """Return the ratios of standard deviations to NUTS between the clusters of the regression."""
+    """Return the ratios of standard deviations to NUTS between and outside of the clusters."""
     cells = by_problem(rows)["cosine"]
-    quantity = f"{last_region(cells)}: ratio of standard deviations"
-    ratios = [(f"`{each.guide}`", f"{fmean(cells[each.code][quantity]):.2f}") for each in PICTURED]
-    return markdown(["guide", "standard deviation, divided by NUTS"], ratios)
+    regions = {"between": "between the clusters", "outside": "outside of both"}
+    quantities = [f"{region}: ratio of standard deviations" for region in regions]
+    ratios = [
+        (f"`{each.guide}`", *(f"{fmean(cells[each.code][own]):.2f}" for own in quantities))
+        for each in PICTURED
+    ]
+    return markdown(["guide", *regions.values()], ratios)
 
 
 def listed(parts: Sequence[str]) -> str:
