@@ -38,7 +38,7 @@ GUIDES: dict[str, Callable[[Any], nn.Module]] = {
         f"ELRG, K = {rank}": low_rank(rank, "constant", diagonal_variance=PAPER_VARIANCE)
         for rank in RANKS
     },
-    "default of AutoLowRankLRT, K = 2": low_rank(2, "constant"),
+    "constant diagonal of this library, K = 2": low_rank(2, "constant"),
 }
 
 
