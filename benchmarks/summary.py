@@ -375,7 +375,7 @@ def with_error(value: float, error: float) -> str:
 
 
 def draw_figure(rows: Iterable[Row], path: Path) -> None:
-    """Draw distance over the time of a step; small points are the problems one by one."""
+    """Draw distance over the time of the training; small points are the problems one by one."""
     import numpy as np
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -398,12 +398,12 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
             each = list(own.by_problem.values())
             axes.plot([own.cost] * len(each), each, ".", color="#bbbbbb", markersize=4, zorder=0)
         axes.errorbar(cost, distance, error, fmt="o", color="#0072B2", markersize=6)
-        for axis, ticks in ((axes.xaxis, (1, 1.5, 2, 3, 4)), (axes.yaxis, (0.2, 0.5, 1, 2, 5))):
+        for axis, ticks in ((axes.xaxis, (0.5, 1, 2, 5, 10)), (axes.yaxis, (0.2, 0.5, 1, 2, 5))):
             axis.axes.set(**{f"{axis.axis_name}scale": "log"})
             axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
             axis.set_ticks([], minor=True)
-        axes.set_xlim(0.8, 5)
-        axes.set_xlabel("time of a step (mean field = 1)")
+        axes.set_xlim(0.5, 20)
+        axes.set_xlabel("processor time of the training (mean field = 1)")
         axes.set_ylabel("distance to NUTS (mean field = 1)")
         axes.spines[["top", "right"]].set_visible(False)
         place_labels(axes, [*shown.values()], cost, distance, error)
