@@ -37,8 +37,8 @@ class GlobalInducingGuide(StructuredGuide):
     .. math:: W_{i \cdot} \mid X \sim N(S X^\top \Lambda V_{\cdot i}, S), \qquad
         S^{-1} = \operatorname{diag}(s)^{-2} + X^\top \Lambda X.
 
-    Later layers compensate for the variation of earlier ones, which is not possible with a Gaussian
-    over all weights. Layers whose inputs do not depend on other weights have ``first_layer`` as family.
+    Later layers compensate for the variation of earlier ones, which is not possible with independent
+    layers. Layers whose inputs do not depend on other weights have ``first_layer`` as family.
 
     The model must run on inputs alone, as for :func:`~pyro_structvi.predict`. A step runs the net once
     more, on the inducing points. For each layer it factors a matrix in double precision, with the size
