@@ -2,7 +2,7 @@
 
 Part 1 is the regression of Ritter et al. (2021), section 4.1: two clusters of inputs, a net with 50
 tanh units, whose exact posterior NUTS can sample. Part 2 classifies the 8 x 8 digits that ship with
-scikit-learn. Six guides are compared, two at a time; ``--all`` takes every one.
+scikit-learn. Seven guides are compared, two at a time; ``--all`` takes every one.
 """
 
 import argparse
@@ -75,7 +75,7 @@ DIGITS_STEPS = DIGITS_EPOCHS * STEPS_PER_EPOCH
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for files")
-    parser.add_argument("--all", action="store_true", help="every guide, not six")
+    parser.add_argument("--all", action="store_true", help="every guide, not seven")
     parser.add_argument(
         "--smoke", action="store_true", help="a few steps only, to see that it runs"
     )
