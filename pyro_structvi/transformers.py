@@ -65,8 +65,9 @@ class StructuredTrainer(Trainer):
     .. math:: \frac{1}{|T|} \sum_{n \in B} \Big( -\mathrm{E}_q[\log p(y_n \mid x_n, W)]
         + \frac{w}{N} \mathrm{KL}(q \| p) \Big),
 
-    so each of N training examples has an equal share of the KL, and accumulated gradients are those of
-    one large batch. Processes have separate noise. Logs have ``kl``, in nats, and ``kl_weight``.
+    so each of N training examples has an equal share of the KL, and accumulated gradients equal the
+    gradient of one large batch. Processes have separate noise. Logs have ``kl``, in nats, and
+    ``kl_weight``.
 
     ``eval_loss`` is minus the log predictive density per label of a mini-batch, and as for any Trainer
     the mean over mini-batches counts their examples, not labels. ``compute_metrics`` has the predictive

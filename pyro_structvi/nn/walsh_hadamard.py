@@ -172,7 +172,7 @@ class WalshHadamardConv(WalshHadamardLayer):
 
     ``in`` is the number of channels times the size of the kernel. A batch shares the filters of one
     draw. With ``filters_per_example`` each example has separate filters under ``StructuredELBO``, at the
-    cost of transforming its patches. Other arguments are those of torch's convolution and of
+    cost of transforming its patches. Other arguments are as for torch's convolution and
     :class:`WalshHadamardLinear`.
 
     Raises:

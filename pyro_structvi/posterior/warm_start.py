@@ -59,7 +59,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
 
     A full covariance that starts at independent elements needs many more steps. Inducing weights, and
     sites with pruned elements, whose covariances are singular, keep their posteriors. ``max_memory`` is
-    that of :class:`~pyro_structvi.families.FullCovariance`, in GiB.
+    as for :class:`~pyro_structvi.families.FullCovariance`, in GiB.
 
     Raises:
         ValueError: If no site has a Gaussian posterior with another family, or the guide is a mixture.

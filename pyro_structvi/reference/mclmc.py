@@ -77,8 +77,9 @@ def mclmc(
             when None.
         energy_variance: Target variance of the energy's change in a step, per dimension, in squared
             nats.
-        initial_energy_variance: Target at the first step of the warm-up, from which it falls
-            geometrically to ``energy_variance`` over three quarters of the warm-up; the same when None.
+        initial_energy_variance: Target at the first step of the warm-up. The target falls
+            geometrically to ``energy_variance`` over three quarters of the warm-up; it is constant when
+            None.
             A larger one explores more of a net's posterior before the draws.
         adjusted: Whether each trajectory is accepted or rejected, so that the posterior is exact.
         compiled: Whether inductor compiles the gradient, which needs a C++ compiler and changes

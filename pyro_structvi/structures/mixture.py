@@ -45,8 +45,8 @@ class MixtureGuide(StructuredGuide):
     :func:`~pyro_structvi.weigh_by_bound` or :func:`~pyro_structvi.weigh_by_stacking` sets them.
     Members of different families or options need ``vectorize=False``.
 
-    Members start in different places: at the medians of ``starts`` if there are any; otherwise the
-    initial means of the model are those of member 0, and every other member has them in random order
+    Members start in different places: at the medians of ``starts`` if there are any; otherwise
+    member 0 has the initial means of the model, and every other member has them in random order
     within each site, plus 1 % of noise. Members share parameters and buffers of the model that are not
     sites.
 

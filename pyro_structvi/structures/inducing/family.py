@@ -49,7 +49,7 @@ class InducingWeights(FactoredFamily):
 
     Args:
         shape: The inducing weights' ``(M_out, M_in)``. A weight that is smaller in both dimensions has
-            inducing weights of its own shape.
+            inducing weights of the same shape.
         posterior: The family of their posterior: ``MeanField()`` is FFG-U, ``FullCovariance()`` FCG-U,
             ``Members(K)`` Ensemble-U, whose K nets share all parameters but the inducing weights.
         shared: Whether the inducing weights of all sites of this family, stacked as rows of a matrix,
