@@ -100,8 +100,8 @@ class Prediction:
         """Return quantiles of each element of an observation.
 
         They are quantiles of the mixture if torch has the likelihood's distribution function and its
-        inverse, as for normal noise; else of 2,000 sampled observations, as for Student's t-distribution
-        and counts.
+        inverse, as for normal noise, or it is Student's t with a whole number of degrees of freedom, at
+        most 200; else of 2,000 sampled observations, as for counts.
 
         Args:
             q: A level strictly between 0 and 1, or several, ``(Q,)``, for ``(Q, N, *event)``.
@@ -109,7 +109,7 @@ class Prediction:
         Raises:
             ValueError: If a level is not between 0 and 1, or the observations are classes.
         """
-        levels = torch.as_tensor(q)
+        levels = torch.as_tensor(q, dtype=q.dtype if isinstance(q, Tensor) else torch.float64)
         if levels.dim() > 1 or not levels.is_floating_point() or not levels.numel():
             raise ValueError(
                 f"`q` must be a number, or numbers (Q,), between 0 and 1, but got {levels.dtype} of "
@@ -135,7 +135,8 @@ class Prediction:
         Raises:
             ValueError: As :meth:`quantile`.
         """
-        lower, upper = self.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]))
+        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+        lower, upper = self.quantile(ends)
         return lower, upper
 
     def _likelihood(self, wanted: str) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import StudentT
 
 from pyro_structvi.linalg.quadrature import find_root
-from pyro_structvi.weights.torch_distributions import base_of
+from pyro_structvi.weights.torch_distributions import base_of, map_tensors, skip_validation
 
 NUM_DRAWS = 2000  # observations, if a distribution has no inverse distribution function
 LARGEST_RATIO = 1e18  # whose square is finite in single precision
@@ -18,7 +18,9 @@ MOST_DF = 200  # degrees of freedom with a closed form, a sum of half as many te
 
 def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
     """Return quantiles ``(Q, N, *event)`` of the mixture, as roots or from samples."""
-    base = base_of(likelihood)
+    # A copy without checks, since values between draws may be outside of the support at one of them.
+    base = map_tensors(base_of(likelihood), lambda tensor: tensor.view_as(tensor))
+    skip_validation(base)
     levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
     try:
         cdf, icdf = _functions_of(base)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from pyro.distributions import StudentT
 from scipy.optimize import brentq
-from scipy.stats import t
+from scipy.stats import norm, t
 
 import pyro_structvi as ps
 from pyro_structvi.posterior.quantiles import mixture_quantile, student_t_cdf
+from tests.predictions import normal_prediction
 
 LEVELS = torch.tensor([1e-3, 0.05, 0.5, 0.9, 0.9999])
 
@@ -35,6 +36,21 @@ def test_quantiles_of_a_mixture_are_those_of_its_distribution_function(df):
 
             expected = brentq(excess, -1e6, 1e6, xtol=1e-12, rtol=1e-14)
             assert found[row, column].item() == pytest.approx(expected, rel=1e-8)
+
+
+def test_quantiles_lie_between_the_supports_of_draws():
+    """The mixture has two uniforms, (-1, 0) and (2, 4)."""
+    low, high = torch.tensor([[-1.0], [2.0]]), torch.tensor([[0.0], [4.0]])
+    found = mixture_quantile(dist.Uniform(low, high), torch.tensor([0.2, 0.4, 0.75]))
+    torch.testing.assert_close(found, torch.tensor([[-0.6], [-0.2], [3.0]]))
+
+
+def test_ends_of_an_interval_have_levels_in_double_precision():
+    lower, upper = normal_prediction(torch.zeros(1), 1.0).interval(0.9)
+    expected = norm.ppf([0.05, 0.95])
+    np.testing.assert_allclose([lower.item(), upper.item()], expected, rtol=1e-14)
+    one = normal_prediction(torch.zeros(1), 1.0).quantile(0.05)
+    assert one.item() == pytest.approx(expected[0], rel=1e-14)
 
 
 @pytest.mark.parametrize("df", [2.5, 1e6])
