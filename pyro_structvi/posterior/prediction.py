@@ -387,6 +387,7 @@ class _StackedLikelihood:
         self.template = likelihood
         tensors, batch = tensors_of(likelihood), likelihood.batch_shape
         fits = bool(batch) and all(value.shape[: len(batch)] == batch for value in tensors)
+        fits = fits and not _is_broadcast(likelihood)
         places = reversed([*enumerate(tensors)] if fits else [])
         self.places = {id(value): place for place, value in places}  # the first of each tensor
 
@@ -403,6 +404,19 @@ class _StackedLikelihood:
         stacked = map_tensors(self.template, lambda old: new[id(old)])
         _set_batch_shape(stacked, next(iter(new.values())).shape[:2])
         return stacked
+
+
+def _is_broadcast(distribution: Any) -> bool:
+    """Whether torch broadcasts a tensor over the batch, as a covariance that all examples share."""
+    prefix = "_unbroadcasted_"
+    return any(
+        _is_broadcast(value)
+        if isinstance(value, Distribution)
+        else isinstance(value, Tensor)
+        and name.startswith(prefix)
+        and value.shape != getattr(distribution, name.removeprefix(prefix)).shape
+        for name, value in [*vars(distribution).items()]  # reading a property adds to them
+    )
 
 
 def _set_batch_shape(distribution: Any, shape: torch.Size) -> None:

@@ -245,3 +245,20 @@ def test_one_density_of_all_examples_together(stream):
         ValueError, match=r"`y` must have a density for each example, but the model"
     ):
         ps.predict(model, draws, x, y=y, batch_size=2, stream=stream)
+
+
+def test_a_covariance_of_all_examples_is_not_one_for_each():
+    """Two examples of two outputs: the shape of the covariance is that of an entry for each example."""
+
+    def model(x, y=None, shared=True):
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        factor = scale * torch.eye(2) if shared else scale * torch.eye(2).expand(len(x), 2, 2)
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.MultivariateNormal(x, scale_tril=factor), obs=y)
+
+    draws = {"scale": torch.tensor([0.1, 10.0])}
+    with pytest.raises(ValueError, match="no likelihood at each draw"):
+        ps.predict(model, draws, torch.zeros(2, 2)).interval(0.5)
+    prediction = ps.predict(lambda x: model(x, shared=False), draws, torch.zeros(2, 2))
+    drawn = prediction.sample_observations(20_000)
+    torch.testing.assert_close(drawn.var(0), prediction.variance, rtol=0.1, atol=0)
