@@ -14,6 +14,7 @@ from pyro_structvi._torch import take_apart
 from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.mean_field import PrunedNormal
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 MOST_FUNCTIONS = 500  # values whose convergence is judged
@@ -25,33 +26,43 @@ class _Site:
     """Coordinates of the sites of one posterior of a guide.
 
     ``affine`` maps coordinates of a shape to unconstrained values, and ``start`` a draw of the guide to
-    its coordinates.
+    its coordinates. If some coordinates change no value, ``given`` is the log density of the coordinates
+    given the values, up to a constant: without it the density of all coordinates has no integral.
     """
 
     site: LatentSite
     shape: torch.Size
     affine: Callable[[Tensor], Tensor]
     start: Callable[[Mapping[str, Tensor]], Tensor]
+    given: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    def values_at(self, coordinates: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the values of the model's sites, and the log Jacobian up to a constant."""
-        unconstrained = self.affine(coordinates)
+    def values_at(self, coordinates: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Return the values of the model's sites, the log Jacobian, and the density given the values."""
+        unconstrained, zero = self.affine(coordinates), coordinates.new_zeros(())
+        given = zero if self.given is None else self.given(coordinates, unconstrained)
         if self.site.is_real:
-            return self.site.split(unconstrained), coordinates.new_zeros(())
+            return self.site.split(unconstrained), zero, given
         bijection = bijection_onto(self.site.support)
         value = bijection(unconstrained)
         jacobian: Tensor = bijection.log_abs_det_jacobian(unconstrained, value).sum()
-        return {self.site.name: value}, jacobian
+        return {self.site.name: value}, jacobian, given
 
 
 def _of_noise(site: LatentSite, q: GaussianWeight) -> _Site:
     """Take the noise of a Gaussian posterior as coordinates, drawn anew for a draw."""
     shape = q.batch_shape + q.noise_shape
+
+    def given(noise: Tensor, value: Tensor) -> Tensor:
+        log_prob: Tensor = q.log_prob(value).sum()
+        return -0.5 * noise.square().sum() - log_prob
+
+    is_regular = shape.numel() == q.mean.numel() and not isinstance(q, PrunedNormal)
     return _Site(
         site,
         shape,
         lambda noise: q.mean + q.scale_noise(noise),
         lambda draw: torch.randn(shape).to(q.mean),
+        None if is_regular else given,
     )
 
 
@@ -146,22 +157,22 @@ class LogJoint:
         """Return the coordinates ``(D,)`` of a draw of the guide."""
         return torch.cat([each.start(draw).flatten() for each in self._sites])
 
-    def values_at(self, coordinates: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the values of all sites, and the log Jacobian up to a constant."""
+    def values_at(self, coordinates: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Return the values of all sites, the log Jacobian, and the log density given the values."""
         values: dict[str, Tensor] = {}
-        total = coordinates.new_zeros(())
+        jacobian = given = coordinates.new_zeros(())
         for each, part in zip(self._sites, coordinates.split(self._lengths), strict=True):
-            own, jacobian = each.values_at(part.reshape(each.shape))
+            own, own_jacobian, own_given = each.values_at(part.reshape(each.shape))
             values |= own
-            total = total + jacobian
-        return values, total
+            jacobian, given = jacobian + own_jacobian, given + own_given
+        return values, jacobian, given
 
     def __call__(self, coordinates: Tensor) -> Tensor:
         """Return the log density at coordinates ``(D,)``."""
-        values, jacobian = self.values_at(coordinates)
+        values, jacobian, given = self.values_at(coordinates)
         with pyro.validation_enabled(False):
             log_joint: Tensor = self._trace(values).log_prob_sum()
-        return log_joint + jacobian
+        return log_joint + jacobian + given
 
     def functions_at(self, coordinates: Tensor) -> Tensor:
         """Return some function values at the data, ``(F,)``: the numbers that the model returns.

@@ -170,7 +170,8 @@ def _as_draws(
     is_kept = _moving(chains, by_name["position"])
     by_name = {name: value[is_kept] for name, value in by_name.items()}
     each = by_name.pop("position")  # (chain, draw, D)
-    values = vmap(vmap(lambda position: target.values_at(position)[0]))(each)
+    values, _, given = vmap(vmap(target.values_at))(each)
+    by_name["lp"] = by_name["lp"] - given
 
     def functions_of(positions: Tensor) -> tuple[Tensor]:
         with kernels_for_vmap(positions):

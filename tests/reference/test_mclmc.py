@@ -17,6 +17,7 @@ from torch.distributions.transforms import ReshapeTransform
 import pyro_structvi as ps
 from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.infer.data_warnings import NumDataWarning
+from pyro_structvi.posterior.pruning import prune_mean_field
 from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.chains import Chains, _kick, gradients_of
 from pyro_structvi.reference.draws import bulk_ess
@@ -83,7 +84,7 @@ def test_the_density_is_the_log_joint_in_the_coordinates_of_the_guide(make_guide
     found = [target(position) for position in positions]
     expected = []
     for position in positions:
-        values, _ = target.values_at(position)
+        values, *_ = target.values_at(position)
         trace = pyro.poutine.trace(pyro.poutine.condition(model, data=values)).get_trace(*data)
         jacobian = values["noise_scale"].log()  # of exp, in units of the guide's deviation
         expected.append(trace.log_prob_sum() + jacobian)
@@ -91,6 +92,27 @@ def test_the_density_is_the_log_joint_in_the_coordinates_of_the_guide(make_guide
         name: value.shape for name, value in guide.draw().items()
     }
     torch.testing.assert_close(found[0] - found[1], expected[0] - expected[1], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("is_pruned", [False, True])
+def test_coordinates_that_change_no_value_have_a_density(is_pruned):
+    """The density is normal over all coordinates, and the values have the posterior's covariance."""
+    model, data, _, covariance = linear_regression()
+    guide = ps.MeanFieldGuide(model) if is_pruned else ps.LowRankGuide(model, rank=2)
+    guide.initialize(*data)
+    kept = torch.ones(3, dtype=torch.bool)
+    if is_pruned:
+        prune_mean_field(guide, 1 / 3)
+        kept = guide["net.weight"]().kept.flatten()
+    target = LogJoint(model, guide, data)
+    at = torch.zeros(target.size)
+    hessian = torch.func.hessian(target)(at)
+    torch.linalg.cholesky(-hessian)
+    values = torch.func.jacrev(lambda z: target.values_at(z)[0]["net.weight"].flatten())(at)
+    found = values @ torch.linalg.inv(-hessian) @ values.mT
+    exact = torch.linalg.inv(torch.linalg.inv(covariance)[kept][:, kept])
+    torch.testing.assert_close(found[kept][:, kept], exact, rtol=1e-9, atol=0)
+    assert (found[~kept] == 0).all()
 
 
 def multivariate_normal(name, value):
@@ -238,7 +260,7 @@ def test_a_mixture_has_the_coordinates_of_one_net(make_guide):
     values = guide.draw(number=1)
     assert target.size == sum(value.numel() for value in values.values())
     position = target.start(values)
-    found, jacobian = target.values_at(position)
+    found, jacobian, _ = target.values_at(position)
     for name, value in values.items():
         torch.testing.assert_close(found[name], value)
     density = poutine.trace(poutine.condition(model, data=values)).get_trace(*data).log_prob_sum()
