@@ -204,19 +204,20 @@ def _sample_declared(module: PyroModule, args: Any) -> None:
         own = _PassValues(own)
         keep_values_in(module, own)
     own.effects.begin(module)
-    _read_random_modules(module)
+    for part in _random_modules(module):
+        read_declared(part)
 
 
-def _read_random_modules(module: nn.Module) -> None:
-    """Read the declared sites of the random modules in a module.
+def _random_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost random modules in a module.
 
     A user's own module may read its sites in a plate or under another handler, which they belong to.
     """
     if isinstance(module, RandomModule):
-        read_declared(module)
+        yield module
         return
     for child in module.children():
-        _read_random_modules(child)
+        yield from _random_modules(child)
 
 
 def _sample_skipped(module: PyroModule, args: Any, outputs: Any) -> None:
@@ -228,6 +229,19 @@ def read_declared(module: nn.Module) -> None:
     for part in module.modules():
         for attribute in declared_samples(part):
             getattr(part, attribute)
+
+
+def sites_of_every_pass(model: nn.Module) -> set[str]:
+    """Return the names of the sites that each pass of a model samples, whether it uses them or not."""
+    found = set()
+    for module in model.modules():
+        hooks = forward_hooks(module)
+        if _sample_declared not in hooks:
+            continue
+        for owner in [module] if _sample_skipped in hooks else _random_modules(module):
+            for part in owner.modules():
+                found |= {declared_name(part, attribute) for attribute in declared_samples(part)}
+    return found
 
 
 def _keep_values(module: PyroModule, args: Any, outputs: Any) -> None:

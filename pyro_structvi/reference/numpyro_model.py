@@ -19,7 +19,7 @@ from pyro_structvi._torch import forward_hooks
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier
 from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
-from pyro_structvi.nn.random_module import PASS_HOOKS
+from pyro_structvi.nn.random_module import PASS_HOOKS, sites_of_every_pass
 from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.sites.finding import find_declared_sites
@@ -104,10 +104,11 @@ def to_numpyro(model: Any) -> NumPyroModel:
     """
     likelihood = _likelihood_of(model)
     net = JaxNet(model.net, _site_names(model), model.output)
+    sampled = net.sites | sites_of_every_pass(model)
     priors = {
         name: _translate_prior(name, found.prior)
         for name, found in find_declared_sites(model).items()
-        if name in net.sites or not name.startswith("net.")
+        if name in sampled or not name.startswith("net.")
     }
     if not priors:
         raise ValueError(

@@ -21,6 +21,7 @@ from pyro_structvi import (
     BinaryClassifier,
     Classifier,
     FanIn,
+    MeanFieldGuide,
     PoissonRegressor,
     Regressor,
     bayesianize,
@@ -281,8 +282,17 @@ def test_sites_written_by_hand_are_translated():
         def forward(self, x):
             return x[:, :2] * self.scale
 
-    values = assert_same_log_joint(Regressor(Scaled(), NUM_DATA, 0.3), *make_data())
-    assert set(values) == {"net.scale"}
+    model = Regressor(Scaled(), NUM_DATA, 0.3)
+    assert set(assert_same_log_joint(model, *make_data())) == {"net.scale"}
+    MeanFieldGuide(model)  # from now on each pass samples all sites
+    assert set(assert_same_log_joint(model, *make_data())) == {"net.scale", "net.unused"}
+
+
+def test_layers_that_a_net_does_not_use_have_their_prior():
+    net = Calls(lambda x: x[:, :2])
+    net.unused = nn.Linear(3, 2, bias=False)
+    values = assert_same_log_joint(make_regressor(net), *make_data())
+    assert "net.unused.weight" in values
 
 
 @pytest.mark.slow
