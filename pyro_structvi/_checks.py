@@ -263,10 +263,12 @@ def check_tensors(name: str, values: Any) -> None:
         )
 
 
-def check_real(name: str, tensor: Tensor, dim: int = 0) -> None:
-    """Raise unless a tensor has real values, and at least so many dimensions."""
+def check_real(name: str, tensor: Tensor, dim: int = 0, whole: bool = False) -> None:
+    """Raise unless a tensor has real values, or ``whole`` ones, and at least so many dimensions."""
     check(name, tensor, Tensor)
-    if not tensor.is_floating_point() or tensor.is_meta or tensor.dim() < dim:
+    is_whole = whole and not tensor.is_complex() and tensor.dtype != torch.bool
+    is_real = tensor.is_floating_point() or is_whole
+    if not is_real or tensor.is_meta or tensor.dim() < dim:
         least = f" in at least {dim} dimensions" if dim else ""
         raise ValueError(f"`{name}` must hold real numbers{least}, but got {brief(tensor)}.")
 

@@ -60,7 +60,7 @@ def expected_coverage(
     """
     if not len(levels):
         raise ValueError("`levels` must hold at least one level, but is empty.")
-    check_real("y", y, dim=1)
+    check_real("y", y, dim=1, whole=True)
     check_finite("y", y)
     found = {}
     for level in levels:

@@ -53,8 +53,8 @@ def check_not_empty(name: str, tensor: Tensor) -> None:
 
 
 def check_numbers(name: str, tensor: Tensor, dim: int = 0) -> None:
-    """Raise unless a tensor has finite real numbers, at least one, and at least so many dimensions."""
-    check_real(name, tensor, dim=dim)
+    """Raise unless a tensor has finite numbers, at least one, and at least so many dimensions."""
+    check_real(name, tensor, dim, whole=True)
     check_not_empty(name, tensor)
     check_finite(name, tensor)
 

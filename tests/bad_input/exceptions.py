@@ -48,17 +48,19 @@ FINE = {
     "longer": ("LowRankNormal.factors", "*.batch_statistics"),
     # scores are computed in double for any dtype; more examples, or more draws
     "float32": (
-        *("conformal_sets.calibration", "expected_coverage.y", "regression_scores.y"),
-        *("classification_scores.probabilities", "agreement.*", "total_variation.*"),
-        "risk_coverage.*",
+        *("conformal_sets.calibration", "classification_scores.probabilities", "agreement.*"),
+        "total_variation.*",
     ),
-    "longer, float32": ("conformal_sets.probabilities", "predictive_distance.*", "wasserstein.*"),
+    "longer, float32": ("conformal_sets.probabilities",),
+    "longer, whole, float32": ("predictive_distance.*", "wasserstein.*"),
+    "longer, wider, whole, float32": ("detection_scores.*",),
     "longer, wider, float32": (
-        *("tie_scales.scale", "detection_scores.*"),
+        "tie_scales.scale",
         "*.standardize",  # inputs are compared with it
     ),
     "whole, float32": (  # zeros and ones, or counts, of any dtype
         *("BinaryClassifier.forward.y", "PoissonRegressor.forward.y"),
+        *("expected_coverage.y", "regression_scores.y", "risk_coverage.*"),
     ),
     "scalar, empty, deeper, complex, meta, longer, wider, whole, float32, nan, infinity": (
         "FanIn.standard_deviation.parameter",

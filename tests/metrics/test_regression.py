@@ -10,6 +10,7 @@ from scipy.stats import wasserstein_distance
 from sklearn.metrics import root_mean_squared_error
 from torch.distributions import Normal
 
+from pyro_structvi.diagnostics import expected_coverage
 from pyro_structvi.metrics import (
     agreement,
     conformal_interval,
@@ -32,6 +33,18 @@ def expected_distance(mean, scale):
     """Return E|X| of a normal."""
     z, unit = mean / scale, Normal(0.0, 1.0)
     return 2 * scale * unit.log_prob(z).exp() + mean * (2 * unit.cdf(z) - 1)
+
+
+def test_counts_are_scored_in_any_dtype():
+    counts = torch.tensor([0, 3, 2, 9])
+    prediction = normal_prediction(torch.tensor([1.0, 2.0, 2.5, 4.0]), 1.5, counts.double())
+    found = []
+    for y in (counts, counts.double()):
+        torch.manual_seed(0)
+        found.append(regression_scores(prediction, y))
+    assert found[0] == found[1]
+    assert expected_coverage(prediction, counts, [0.9])[0.9].observed == 0.75
+    assert wasserstein(torch.tensor([[0], [1]]), torch.tensor([[3], [2]])) == 2.0
 
 
 @pytest.mark.parametrize("draws", [1, 2, 5, 60])
