@@ -213,6 +213,7 @@ class Passes:
             warn_of_shared_statistics(model)
         self._new: set[str] = set()
         self._unused: str | None = None
+        self._seed: int | None = None  # of the last run, if runs sample sites from the model
         self._in_turn = False
         self.observed = ""
 
@@ -264,6 +265,8 @@ class Passes:
         check_whole(node, inputs)
         self._unused = self.observed if is_unused(trace, node) else None
         self._new = sites_from_model(trace, node, own[0], len(self._batches) == 1)
+        if self._new or self._unused is None:
+            self._seed = int(torch.randint(2**62, ()))
         if self._new:
             return self._run(draws, 0)
         return stack_draws([self._outputs(trace, node, 0)])
@@ -276,7 +279,12 @@ class Passes:
             is_valid = _is_valid(trace, node, self._batches[batch][1])
             return {**self._outputs(trace, node, batch), _VALID: is_valid}
 
-        return self._run_each(run, draws)
+        if self._seed is None:
+            return self._run_each(run, draws)
+        with separate_randomness():  # so that the draws to come do not depend on the inputs
+            self._seed += 1  # the number itself was the seed of the first run
+            torch.manual_seed(self._seed)
+            return self._run_each(run, draws)
 
     def _run_each(self, run: Callable[[D], Values], draws: D) -> Values:
         """Run a function at several draws in one pass if possible, else one by one."""

@@ -262,3 +262,26 @@ def test_a_covariance_of_all_examples_is_not_one_for_each():
     prediction = ps.predict(lambda x: model(x, shared=False), draws, torch.zeros(2, 2))
     drawn = prediction.sample_observations(20_000)
     torch.testing.assert_close(drawn.var(0), prediction.variance, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("max_memory", [1 / 32, 1e-7])
+def test_a_seed_determines_the_draws_for_any_inputs(max_memory):
+    """Also of a model that returns its observations, in several passes, and by mini-batches."""
+
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(x @ weight, 1.0), obs=y)
+
+    guide, x = ps.MeanFieldGuide(model, init_scale=1.0), torch.randn(9, 3)
+    guide.initialize(x, torch.zeros(9))
+    found = []
+    for inputs, batch_size in ((x, None), (x[:4], None), (x, 3)):
+        torch.manual_seed(0)
+        options = {"num_samples": 30, "max_memory": max_memory, "batch_size": batch_size}
+        prediction = ps.predict(model, guide, inputs, **options)
+        found.append(prediction.likelihood.mean[:, :4])
+        noise = prediction.functions - prediction.likelihood.mean
+        assert len(noise.unique()) == noise.numel()  # of each draw and input
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
