@@ -1,5 +1,6 @@
 """Predictions in one pass, from the moments of the net's output."""
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributions import (
     Independent,
     MultivariateNormal,
     Normal,
+    StudentT,
 )
 
 from pyro_structvi._checks import Count, Program, checked, warn_user
@@ -46,6 +48,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 LARGEST = 2**15  # outputs with nodes in memory at once
+PRECISIONS = 128  # nodes of the precision of Student's t noise
 
 
 class MomentsWarning(UserWarning):
@@ -189,19 +192,20 @@ def _correlation(output: RandomTensor) -> Tensor | None:
 def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | None) -> Tensor:
     """Return the log of the predictive density of observations, ``(N,)``.
 
-    With normal noise the function is integrated exactly, and only the noise scale has nodes. The
-    elements of an example are jointly normal given a shared scale, if their correlation is known, and
-    else independent given shared variables.
+    With normal and Student's t noise the function is integrated exactly, and only the noise scale has
+    nodes. The elements of an example are jointly normal given a shared scale, if their correlation is
+    known and their noise normal, and else independent given shared variables.
     """
     shape, base = likelihood.batch_shape[1:] + likelihood.event_shape, base_of(likelihood)
     y = checked_observations(y, likelihood, shape)
     with autocast_off(y):
         weights = at.weights.to(base.mean)
-        if not isinstance(base, Normal):
+        if not isinstance(base, (Normal, StudentT)):
             log_probs = base.log_prob(y)
         else:
             mean, own, noise, weights = _given_noise(base, at.inner, weights)
-            if correlation is not None and len(weights) == at.shared:
+            is_joint = isinstance(base, Normal) and len(weights) == at.shared
+            if correlation is not None and is_joint:
                 joint = []  # one node at a time, for memory
                 for loc, scale, sigma in zip(mean, floored_sqrt(own), noise, strict=True):
                     covariance = correlation * scale.unsqueeze(-1) * scale.unsqueeze(-2)
@@ -209,8 +213,12 @@ def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | 
                     normal = MultivariateNormal(loc, covariance, validate_args=False)
                     joint.append(normal.log_prob(y))
                 return _log_average(weights, torch.stack(joint))
-            scale = floored_sqrt(noise.square() + own)
-            log_probs = Normal(mean, scale, validate_args=False).log_prob(y)
+            if isinstance(base, StudentT):
+                df = base.df.reshape(-1)[0]  # that of the model, for all
+                log_probs = student_t_plus_normal_log_prob(y - mean, df, noise, own)
+            else:
+                scale = floored_sqrt(noise.square() + own)
+                log_probs = Normal(mean, scale, validate_args=False).log_prob(y)
     weights = weights.to(log_probs).reshape(-1, at.shared)
     log_probs = log_probs.unflatten(0, weights.shape)
     of_shared = weights.sum(0)
@@ -218,8 +226,32 @@ def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | 
     return _log_average(of_shared, each.flatten(2).sum(-1) if each.dim() > 2 else each)
 
 
+def student_t_plus_normal_log_prob(
+    value: Tensor, df: Tensor, scale: Tensor, variance: Tensor
+) -> Tensor:
+    r"""Return the log density of Student's t noise of a scale plus a normal with mean zero.
+
+    The noise is normal given a precision :math:`g \sim \mathrm{Gamma}(\nu / 2, \nu / 2)`, so that the
+    sum has the variance :math:`\sigma^2 / g + v`. Nodes are evenly spaced in :math:`\log g`; all parts
+    that they leave out are below exp(-30) of the density.
+    """
+    width = (2 / df).sqrt()  # of the density of log g
+    low = -(value / scale).square().div(df).log1p() - 60 / (df + 1) - 8 * width
+    high = torch.minimum(8 * width, (60 / df).log1p() + 1)
+    low, high = low.detach(), high.detach()
+    step = (high - low) / (PRECISIONS - 1)
+    total = torch.full_like(low, -math.inf)
+    for number in range(PRECISIONS):  # one node at a time, for memory
+        log_g = low + number * step
+        of_sum = scale.square() * (-log_g).exp() + variance
+        log_normal = -0.5 * (value.square() / of_sum + of_sum.log())
+        total = torch.logaddexp(total, log_normal + df / 2 * (log_g - log_g.exp()))
+    constant = df / 2 * (df / 2).log() - torch.lgamma(df / 2) - math.log(2 * math.pi) / 2
+    return total + step.log() + constant
+
+
 def _given_noise(
-    base: Normal, inner: int, weights: Tensor
+    base: Normal | StudentT, inner: int, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return mean and variance of the function given the noise scale, the scale, and weights.
 

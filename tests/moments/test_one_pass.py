@@ -2,11 +2,15 @@
 
 import copy
 import math
+from itertools import pairwise
 
+import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.integrate import quad
+from scipy.stats import norm, t
 from torch import nn
 
 import pyro_structvi as ps
@@ -119,8 +123,29 @@ def test_heteroscedastic_noise_is_integrated_over_both_variables(df, x):
     expected = (weights * log_probs).sum()
     torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
     density = (weights.log() + log_probs).flatten(0, 1).logsumexp(0).sum(-1)
-    bound = 1e-3 if df is None else 0.05
-    assert (found.log_density - density).abs().max() < bound
+    assert (found.log_density - density).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("df", [1.5, 4.0, 100.0])
+@pytest.mark.parametrize("width", [0.1, 30.0])
+def test_students_t_noise_of_any_width_has_its_density(width, df):
+    """A function that is uncertain by many noise scales or by few, beside numerical integrals."""
+    model = ps.Regressor(linear(1), SIZE, 0.1, df=df)
+    guide, x = fitted(model, scale=width * 0.1), torch.tensor([[1.0, 0.0, 0.0]]).expand(SIZE, 3)
+    y = guide.median()["net.weight"][0, 0] + torch.linspace(-5, 5, SIZE).unsqueeze(-1)
+    found = ps.predict_moments(model, guide, x, y=y).log_density
+    loc, covariance = output_moments(guide, x)
+    scale = variances(covariance).sqrt()
+    for each, mean, deviation, target in zip(found, loc, scale, y, strict=True):
+        normal, noise = norm(mean.item(), deviation.item()), t(df, target.item(), 0.1)
+        low, high = normal.ppf([1e-15, 1 - 1e-15])
+        peaks = sorted({low, high, *np.clip(target.item() + np.linspace(-3, 3, 61), low, high)})
+        parts = (
+            quad(lambda f, n=normal, e=noise: n.pdf(f) * e.pdf(f), *ends, epsabs=0, epsrel=1e-11)
+            for ends in pairwise([*peaks])
+        )
+        density = sum(value for value, _ in parts)
+        assert each.item() == pytest.approx(math.log(density), abs=1e-7)
 
 
 def test_correlated_targets_have_a_joint_density_under_learned_noise(x):
