@@ -11,11 +11,13 @@ from torch.distributions import (
     Independent,
     MultivariateNormal,
     Normal,
+    Poisson,
     StudentT,
 )
 
 from pyro_structvi._checks import Count, Program, checked, warn_user
 from pyro_structvi.linalg.matrices import autocast_off, floored_sqrt
+from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.moments.integration import (
     AtNodes,
     class_expectations,
@@ -49,6 +51,7 @@ from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 LARGEST = 2**15  # outputs with nodes in memory at once
 PRECISIONS = 128  # nodes of the precision of Student's t noise
+NEWTON_STEPS = 50  # to the mode of a log rate, the last of them at it
 
 
 class MomentsWarning(UserWarning):
@@ -194,12 +197,16 @@ def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | 
 
     With normal and Student's t noise the function is integrated exactly, and only the noise scale has
     nodes. The elements of an example are jointly normal given a shared scale, if their correlation is
-    known and their noise normal, and else independent given shared variables.
+    known and their noise normal, and else independent given shared variables. A count has nodes around
+    its own log rate.
     """
     shape, base = likelihood.batch_shape[1:] + likelihood.event_shape, base_of(likelihood)
     y = checked_observations(y, likelihood, shape)
     with autocast_off(y):
         weights = at.weights.to(base.mean)
+        if isinstance(base, Poisson):
+            counts = poisson_log_normal_log_prob(y, *averages(base.rate.log(), weights))
+            return counts.flatten(1).sum(-1) if counts.dim() > 1 else counts
         if not isinstance(base, (Normal, StudentT)):
             log_probs = base.log_prob(y)
         else:
@@ -248,6 +255,29 @@ def student_t_plus_normal_log_prob(
         total = torch.logaddexp(total, log_normal + df / 2 * (log_g - log_g.exp()))
     constant = df / 2 * (df / 2).log() - torch.lgamma(df / 2) - math.log(2 * math.pi) / 2
     return total + step.log() + constant
+
+
+def poisson_log_normal_log_prob(y: Tensor, loc: Tensor, variance: Tensor) -> Tensor:
+    """Return the log probability of counts whose log rate is normal.
+
+    Gauss-Hermite quadrature around the mode of the log rate given the count, with the curvature there:
+    large counts know their rate better than the prediction.
+    """
+    scale = floored_sqrt(variance)
+    with torch.no_grad():
+        # From the right of the mode Newton's method approaches it without passing it.
+        start = (y.clamp_min(1).log() - loc) / scale.clamp_min(torch.finfo(scale.dtype).eps)
+        mode = start.clamp_min(0)
+        for _ in range(NEWTON_STEPS):
+            rate = (loc + scale * mode).exp()
+            mode = mode + (scale * (y - rate) - mode) / (1 + variance * rate)
+        width = (1 + variance * (loc + scale * mode).exp()).rsqrt()
+    nodes, weights = gauss_hermite(32, loc)
+    nodes = nodes.reshape(-1, *(1 for _ in loc.shape))
+    at = mode + width * nodes
+    log_rate = loc + scale * at
+    log_terms = y * log_rate - log_rate.exp() + (nodes.square() - at.square()) / 2
+    return _log_average(weights, log_terms) + width.log() - torch.lgamma(y + 1)
 
 
 def _given_noise(

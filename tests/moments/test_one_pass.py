@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.integrate import quad
-from scipy.stats import norm, t
+from scipy.stats import norm, poisson, t
 from torch import nn
 
 import pyro_structvi as ps
@@ -146,6 +146,33 @@ def test_students_t_noise_of_any_width_has_its_density(width, df):
         )
         density = sum(value for value, _ in parts)
         assert each.item() == pytest.approx(math.log(density), abs=1e-7)
+
+
+@pytest.mark.parametrize("width", [0.0, 0.1, 2.0])
+def test_counts_of_any_size_have_their_density(width):
+    """The rate is known much better after a large count than before it, or not random at all."""
+    model = ps.PoissonRegressor(linear(1), SIZE)
+    y = torch.tensor([[0.0], [3.0], [40.0], [500.0], [5000.0]])
+    x = torch.zeros(SIZE, 3)
+    guide = ps.MAPGuide(model) if width == 0 else fitted(model, scale=width)
+    guide.initialize(x, y)
+    found = ps.predict_moments(model, guide, x, y=y).log_density
+    loc = guide.median()["net.bias"].item()
+    if width == 0:
+        torch.testing.assert_close(found, dist.Poisson(math.exp(loc)).log_prob(y[:, 0]))
+        return
+    normal = norm(loc, guide["net.bias"]().variance.sqrt().item())
+    low, high = normal.ppf([1e-15, 1 - 1e-15])
+    for each, count in zip(found, y[:, 0].tolist(), strict=True):
+        middle = math.log(count + 1)
+        parts = sorted({low, high, *np.clip(middle + np.linspace(-1, 1, 41), low, high)})
+
+        def product(f, count=count):
+            return normal.pdf(f) * poisson.pmf(count, math.exp(f))
+
+        density = sum(quad(product, *ends, epsabs=0, epsrel=1e-10)[0] for ends in pairwise(parts))
+        if density > 1e-12:  # for less the integral needs the tails
+            assert each.item() == pytest.approx(math.log(density), abs=1e-6)
 
 
 def test_correlated_targets_have_a_joint_density_under_learned_noise(x):
