@@ -96,7 +96,8 @@ class CompiledSVI:
             ValueError: If there is no parameter to train, if a torch optimizer has parameters of neither
                 model nor guide, or if a learning rate is negative or not finite.
         """
-        return self._step(*args, **kwargs).loss
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._step(*args, **kwargs).loss
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
         """Return an estimate of the loss, without gradients and without a step.

@@ -277,7 +277,8 @@ def _training_mode(model: Callable[..., Any], guide: nn.Module) -> Iterator[None
     try:
         for root in roots:
             _put_into_training(root)
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         for part, mode in modes:
             part.training = mode

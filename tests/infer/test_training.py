@@ -1,5 +1,6 @@
 """fit: what it accepts, what it trains, what it returns, and how it stops."""
 
+import pyro
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,26 @@ def snapshot(module):
 
 def unchanged(module, before):
     return all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("compiled", [False, "traced", None])
+def test_steps_train_also_where_gradients_are_disabled(block, compiled):
+    """As within a loop of Bayesian optimization. None is a loop over `CompiledSVI`."""
+    found = []
+    for own in (torch.enable_grad, block):
+        pyro.set_rng_seed(0)
+        model, guide, data = make()
+        with own():
+            if compiled is None:
+                optim, elbo = pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO()
+                svi = ps.CompiledSVI(model, guide, optim, elbo, backend=None)
+                found.append([svi.step(*data) for _ in range(8)])
+            else:
+                found.append(
+                    ps.fit(model, guide, data, num_steps=8, compiled=compiled, progress=False).elbo
+                )
+    assert found[1] == found[0]
 
 
 class Pairs(TensorDataset):
