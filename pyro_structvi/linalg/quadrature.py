@@ -1,4 +1,4 @@
-"""Quadrature under normals, and roots."""
+"""Quadrature, and roots."""
 
 import math
 from collections.abc import Callable
@@ -19,6 +19,19 @@ def gauss_hermite(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return nodes and weights under a standard normal, exact for degree ``2 count - 1``."""
     nodes, weights = (torch.as_tensor(part).to(like) for part in _hermite(count))
     return nodes, weights
+
+
+@cache
+def gauss_jacobi(count: int, exponent: float) -> tuple[np.ndarray, np.ndarray]:
+    r"""Return nodes and weights of :math:`\int_0^1 v^a f(v) dv`, for an exponent a above -1.
+
+    Exact for degree ``2 count - 1``: eigenvalues of a tridiagonal matrix (Golub and Welsch, 1969).
+    """
+    n, a = np.arange(1, count), exponent
+    diagonal = np.append(a / (a + 2), a * a / ((2 * n + a) * (2 * n + a + 2)))
+    beside = 2 * n * (n + a) / ((2 * n + a) * np.sqrt((2 * n + a + 1) * (2 * n + a - 1)))
+    nodes, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+    return (1 + nodes) / 2, vectors[0] ** 2 / (a + 1)
 
 
 @cache

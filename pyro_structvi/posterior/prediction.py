@@ -100,8 +100,8 @@ class Prediction:
         """Return quantiles of each element of an observation.
 
         They are quantiles of the mixture if torch has the likelihood's distribution function and its
-        inverse, as for normal noise, or it is Student's t with a whole number of degrees of freedom, at
-        most 200; else of 2,000 sampled observations, as for counts.
+        inverse, as for normal noise, and for Student's t-distribution with one number of degrees of
+        freedom, at most 200; else of 2,000 sampled observations, as for counts.
 
         Args:
             q: A level strictly between 0 and 1, or several, ``(Q,)``, for ``(Q, N, *event)``.
