@@ -160,7 +160,8 @@ class Likelihood(RandomModule):
             check_no_nan("standardize", values)
             check_finite("standardize", values)
             mean, scale = values.mean(0), values.std(0, correction=0)
-            scale = torch.where(scale > 0, scale, 1.0)
+            is_constant = values.amax(0) == values.amin(0)  # the scale of such a column is rounding
+            scale = torch.where(is_constant, 1.0, scale)
         self.register_buffer(f"{name}_mean", mean)
         self.register_buffer(f"{name}_scale", scale)
 

@@ -227,6 +227,15 @@ def test_a_standardized_regressor_is_the_model_of_standardized_data(noise, outpu
     )
 
 
+@pytest.mark.parametrize("constant", [0.1, 1 / 3, 123.456])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_constant_has_the_scale_one(constant, dtype):
+    """Also where the mean of its column rounds, so that the computed deviation is not zero."""
+    column = torch.full((333, 1), constant, dtype=dtype)
+    model = ps.Regressor(nn.Linear(1, 1), noise=0.1, standardize=(column, column))
+    assert float(model.input_scale) == float(model.target_scale) == 1
+
+
 def test_scales_are_saved_with_the_model():
     x = torch.randn(12, 3) * 100
     make = lambda x: ps.Classifier(nn.Linear(3, 2), 12, standardize=x)  # noqa: E731
