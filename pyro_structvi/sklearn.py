@@ -13,17 +13,19 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.preprocessing import LabelEncoder, StandardScaler
-from sklearn.utils import check_array, check_consistent_length, check_random_state
+from sklearn.utils import check_array, check_consistent_length, check_random_state, column_or_1d
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from pyro_structvi import guides
+from pyro_structvi._checks import Count, Positive, Share, check
 from pyro_structvi.infer import Validation, fit
 from pyro_structvi.nn import Classifier, Regressor, bayesianize
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior import Prediction, predict
+from pyro_structvi.posterior.quantiles import MOST_DF
 from pyro_structvi.reference.mclmc import NotMixedWarning, mclmc
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
@@ -44,6 +46,18 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
     "full_covariance": partial(guides.FullCovarianceGuide, join_bias=True),
     "inducing": guides.InducingWeightGuide,
     "global_inducing": guides.GlobalInducingGuide,
+}
+OPTIONS: dict[str, Any] = {  # and their ranges
+    "prior_scale": Positive,
+    "prior_df": Positive | None,
+    "num_members": Count,
+    "num_steps": Count,
+    "batch_size": Count,
+    "validation_fraction": Share,
+    "num_sampling_steps": Count,
+    "energy_variance": Positive,
+    "dtype": Literal["float32", "float64"],
+    "progress": bool,
 }
 REFINED = 10_000  # examples at most that "auto" refines, since each step takes all of them
 NUM_DRAWS = 200  # of a guide
@@ -87,20 +101,11 @@ class _BayesianMLP(BaseEstimator):
             "the data. Call `fit` with all of them."
         )
 
+    @torch.inference_mode(False)
     def _fit(self, inputs: Array, targets: Array, weights: Array | None, num_outputs: int) -> Self:
         """Fit the posterior, and keep draws of it."""
-        if self.dtype not in ("float32", "float64"):
-            raise ValueError(f'`dtype` must be "float32" or "float64", but got {self.dtype!r}.')
-        if self.prior_df is not None and not 0 < self.prior_df < math.inf:
-            raise ValueError(
-                "`prior_df` must be positive and finite, or None for a normal prior, but got "
-                f"{self.prior_df!r}."
-            )
-        if not 0 <= self.validation_fraction < 1:
-            raise ValueError(
-                "`validation_fraction` must be at least 0 and below 1, but got "
-                f"{self.validation_fraction!r}."
-            )
+        for name, expected in OPTIONS.items():
+            check(name, getattr(self, name), expected)
         self.x_scaler_ = StandardScaler().fit(inputs, sample_weight=weights)
         data = [self._as_inputs(inputs), torch.as_tensor(targets, device=self.device)]
         if data[1].is_floating_point():
@@ -109,7 +114,7 @@ class _BayesianMLP(BaseEstimator):
             data.append(torch.as_tensor(weights).to(data[0]))
         with separate_randomness():
             torch.manual_seed(check_random_state(self.random_state).randint(2**31 - 1))
-            net = self._net(inputs.shape[1], num_outputs).to(data[0])
+            net = self._net(inputs.shape[1], num_outputs).to(self.device)
             self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
             self.guide_ = self._fitted_guide(tuple(data))
             has_starts = self._is_refined(len(data[0])) and are_points(self.guide_.all_posteriors())
@@ -130,10 +135,11 @@ class _BayesianMLP(BaseEstimator):
                 f"{self.hidden_layer_sizes!r}."
             )
         sizes = [num_inputs, *map(int, hidden)]
+        linear = partial(nn.Linear, dtype=getattr(torch, self.dtype))  # of random starts, too
         layers: list[nn.Module] = []
         for size, next_size in pairwise(sizes):
-            layers += [nn.Linear(size, next_size), ACTIVATIONS[self.activation]()]
-        return nn.Sequential(*layers, nn.Linear(sizes[-1], num_outputs))
+            layers += [linear(size, next_size), ACTIVATIONS[self.activation]()]
+        return nn.Sequential(*layers, linear(sizes[-1], num_outputs))
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
         raise NotImplementedError
@@ -196,8 +202,10 @@ class _BayesianMLP(BaseEstimator):
 
         Its density is highest where whole layers are zero, so points are found under normals.
         """
-        points, scale = self.guide_.state_dict(), self.prior_scale / 2
-        prior = bayesianize(net, lambda name, value: IsotropicStudentT(df, scale, value.shape))
+        points = self.guide_.state_dict()
+        like = next(net.parameters())
+        own, scale = like.new_tensor(df), like.new_tensor(self.prior_scale / 2)
+        prior = bayesianize(net, lambda name, value: IsotropicStudentT(own, scale, value.shape))
         self.model_ = self._likelihood(prior)
         self.model_.num_data = len(data[0])
         self.guide_ = self._guide()
@@ -209,7 +217,7 @@ class _BayesianMLP(BaseEstimator):
         """Return draws of the posterior by site, from chains or from the guide."""
         guide = self.guide_
         if self._is_refined(len(data[0])):
-            warmup = 6 * self.num_sampling_steps // 10
+            warmup = max(1, 6 * self.num_sampling_steps // 10)
             thinning = max(1, (self.num_sampling_steps - warmup) // DRAWS_OF_CHAIN)
             with warnings.catch_warnings():
                 # Chains stay in their basins; `draws_.r_hat` is the measure of their disagreement.
@@ -239,7 +247,8 @@ class _BayesianMLP(BaseEstimator):
     def _predictions(self, X: ArrayLike, y: Tensor | None = None) -> Iterator[Prediction]:
         """Yield predictions of some rows at a time, so that memory does not grow with their number."""
         check_is_fitted(self)
-        inputs = self._as_inputs(validate_data(self, X, dtype=np.float64, reset=False))
+        rows = validate_data(self, X, dtype=np.float64, order="C", reset=False)
+        inputs = self._as_inputs(rows)
         size = max(1, FUNCTIONS_AT_A_TIME // self._num_draws)
         for rows in torch.arange(len(inputs)).split(size):
             own = None if y is None else y[rows]
@@ -318,7 +327,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         random_state: A seed or a ``RandomState``.
         progress: Whether to show progress bars.
         noise_df: The degrees of freedom of the noise, which has a Student's t distribution, robust to
-            outliers; None for normal noise.
+            outliers, above 1 and at most 200; None for normal noise.
 
     Attributes:
         model_: The model, of standardized targets.
@@ -355,7 +364,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         Raises:
             ValueError: If an argument is out of range, or holds NaN.
         """
-        inputs, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        inputs, targets = validate_data(self, X, y, dtype=np.float64, order="C", y_numeric=True)
         weights = _as_weights(sample_weight, inputs)
         inputs, targets, weights = _with_weight(inputs, targets, weights)
         column = np.asarray(targets, dtype=np.float64).reshape(-1, 1)
@@ -382,6 +391,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Return draws of the predictive distribution ``(N, n_samples)``."""
         check_is_fitted(self)
+        check("n_samples", n_samples, Count)
         repeats = math.ceil(n_samples / self._num_draws)
         with separate_randomness():
             torch.manual_seed(check_random_state(random_state).randint(2**31 - 1))
@@ -393,7 +403,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     def log_density(self, X: ArrayLike, y: ArrayLike) -> Array:
         """Return the log predictive density of targets ``(N,)``, in nats, in their own units."""
         check_is_fitted(self)
-        column = np.asarray(y, dtype=np.float64).reshape(-1, 1)
+        column = column_or_1d(y, dtype=np.float64).reshape(-1, 1)
         check_consistent_length(X, column)
         scaled = torch.as_tensor(self.y_scaler_.transform(column), device=self.device)
         predictions = self._predictions(X, scaled.to(getattr(torch, self.dtype)))
@@ -402,9 +412,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         return densities
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
-        if self.noise_df is not None and not 1 < self.noise_df < math.inf:
+        if self.noise_df is not None and not 1 < self.noise_df <= MOST_DF:
             raise ValueError(
-                "`noise_df` must be above 1 and finite, or None for normal noise, but got "
+                f"`noise_df` must be above 1 and at most {MOST_DF}, or None for normal noise, but got "
                 f"{self.noise_df!r}."
             )
         return Regressor(net, noise="heteroscedastic", df=self.noise_df)
@@ -454,7 +464,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         Raises:
             ValueError: If an argument is out of range, ``X`` holds NaN, or there is a single class.
         """
-        inputs, labels = validate_data(self, X, y, dtype=np.float64)
+        inputs, labels = validate_data(self, X, y, dtype=np.float64, order="C")
         check_classification_targets(labels)
         weights = _as_weights(sample_weight, inputs)
         inputs, labels, weights = _with_weight(inputs, labels, weights)
@@ -463,6 +473,11 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
             of_classes = compute_class_weight(
                 self.class_weight, classes=classes, y=labels, sample_weight=weights
             )
+            if not (np.isfinite(of_classes) & (of_classes >= 0)).all():
+                raise ValueError(
+                    "`class_weight` must have finite weights that are not negative, but got "
+                    f"{self.class_weight!r}."
+                )
             weights = of_classes[number] if weights is None else weights * of_classes[number]
             inputs, labels, weights = _with_weight(inputs, labels, weights)
         encoder = LabelEncoder().fit(labels)
@@ -476,6 +491,11 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         probabilities = np.concatenate([_to_numpy(each.mean) for each in self._predictions(X)])
         probabilities /= probabilities.sum(-1, keepdims=True)
         return probabilities
+
+    def predict_log_proba(self, X: ArrayLike) -> Array:
+        """Return log predictive probabilities of the classes ``(N, classes)``."""
+        found = [each.likelihood.logits.double().logsumexp(0) for each in self._predictions(X)]
+        return _to_numpy(torch.cat(found).log_softmax(-1))
 
     def predict(self, X: ArrayLike) -> Array:
         """Return the most probable classes ``(N,)``."""

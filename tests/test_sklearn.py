@@ -128,6 +128,43 @@ def test_it_is_an_estimator_as_others(table):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_fit_depends_on_numbers_and_options_only(table, dtype):
+    """Not on the layout of a table in memory, on torch's default dtype, or on disabled gradients."""
+    inputs, targets = table
+
+    def found(rows):
+        estimator = BayesianMLPRegressor((4,), **CHAINS | {"dtype": dtype, "noise_df": 4.5})
+        median, std = estimator.fit(rows, targets).predict(rows, return_std=True)
+        # A second call draws nothing anew.
+        np.testing.assert_array_equal(estimator.predict(rows), median)
+        return estimator.guide_.state_dict(), np.column_stack([median, std])
+
+    points, predictions = found(inputs)
+    np.testing.assert_array_equal(found(np.asfortranarray(inputs))[1], predictions)
+    np.testing.assert_array_equal(found(pd.DataFrame(inputs).copy())[1], predictions)
+    for block in (torch.no_grad, torch.inference_mode):
+        with block():
+            np.testing.assert_array_equal(found(inputs)[1], predictions)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        others = found(inputs)[0]
+    finally:
+        torch.set_default_dtype(default)
+    torch.testing.assert_close(others, points, rtol=1e-5, atol=1e-5)
+
+
+def test_log_probabilities_do_not_underflow():
+    inputs, labels = load_iris(return_X_y=True)
+    estimator = BayesianMLPClassifier((4,), **SMALL, refine=False).fit(inputs, labels)
+    logs = estimator.predict_log_proba(inputs)
+    np.testing.assert_allclose(np.exp(logs), estimator.predict_proba(inputs), rtol=1e-12)
+    far = estimator.predict_log_proba(1e6 * inputs[:5])
+    assert np.isfinite(far).all()
+    assert far.min() < -1000
+
+
 def test_points_stop_where_held_out_data_are_predicted_best():
     """A table of noise: each further step fits it more closely. The constant's density is -1.42."""
     generator = np.random.default_rng(1)
@@ -239,15 +276,28 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
         ({"activation": "sin"}, "`activation` must be one of"),
         ({"refine": "no"}, "`refine` must be True, False or"),
         ({"dtype": "float16"}, '`dtype` must be "float32" or "float64"'),
-        ({"prior_df": 0.0}, "`prior_df` must be positive and finite, or None"),
-        ({"noise_df": 1.0}, "`noise_df` must be above 1 and finite, or None"),
-        ({"validation_fraction": -0.5}, "`validation_fraction` must be at least 0 and below 1"),
+        ({"prior_scale": 0.0}, "`prior_scale` must be a positive number"),
+        ({"prior_df": 0.0}, "`prior_df` must be a positive number"),
+        ({"noise_df": 1.0}, "`noise_df` must be above 1 and at most 200, or None"),
+        ({"noise_df": 201.0}, "`noise_df` must be above 1 and at most 200, or None"),
+        ({"validation_fraction": -0.5}, "`validation_fraction` must be a number of at least 0"),
+        ({"num_members": 0}, "`num_members` must be a whole number of at least 1"),
+        ({"num_sampling_steps": 0}, "`num_sampling_steps` must be a whole number of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             BayesianMLPRegressor((4,), **POINT | option).fit(*table)
     for sizes in (0, (4, -1), (4.5,), "8"):
         with pytest.raises(ValueError, match="`hidden_layer_sizes` must be whole numbers"):
             BayesianMLPRegressor(sizes, **POINT).fit(*table)
+    classes = np.digitize(table[0][:, 0], [-0.5, 0.5])
+    for weight in (-1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="`class_weight` must have finite weights"):
+            BayesianMLPClassifier((4,), class_weight={0: weight}, **POINT).fit(table[0], classes)
+    fitted = BayesianMLPRegressor((4,), **POINT).fit(*table)
+    with pytest.raises(ValueError, match="y should be a 1d array"):
+        fitted.log_density(table[0][:4], np.zeros((2, 2)))
+    with pytest.raises(ValueError, match="`n_samples` must be a whole number of at least 1"):
+        fitted.sample_y(table[0], 2.5)
     assert not hasattr(BayesianMLPRegressor(), "partial_fit")
     with pytest.raises(AttributeError, match="Call `fit` with all of them"):
         BayesianMLPClassifier().partial_fit([[0.0]], [0])
