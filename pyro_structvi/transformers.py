@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import fields
 from functools import partial
 from inspect import signature
@@ -274,6 +275,9 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
         )
     active = net.active_adapter
     config, states = net.peft_config[active], []
+    added = copy(config)
+    if hasattr(added, "init_lora_weights"):
+        added.init_lora_weights = True  # others, such as PiSSA's, change the base
     own = {name: value.data for name, value in net.named_parameters() if value.requires_grad}
     mean = {name: value.clone() for name, value in own.items()}
     draws = guide.joint_posterior().draw_many(range(num_draws))
@@ -293,7 +297,8 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
     for name, value in mean.items():
         own[name].copy_(value)
     for number, state in enumerate(states):
-        net.add_adapter(f"draw{number}", config)
+        net.add_adapter(f"draw{number}", added)
+        net.peft_config[f"draw{number}"] = config
         found = set_peft_model_state_dict(net, state, adapter_name=f"draw{number}")
         if found.unexpected_keys:
             raise ValueError(

@@ -89,6 +89,25 @@ def test_draws_are_those_of_the_active_adapter():
     assert torch.equal(found(**inputs()).logits, expected)
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_draws_leave_the_base_where_new_adapters_change_it(init, tmp_path):
+    """These starts of peft are the largest parts of a weight, and the base is the rest."""
+    options = {"target_modules": ["q_proj"], "init_lora_weights": init, "task_type": "CAUSAL_LM"}
+    net = peft.get_peft_model(base(), peft.LoraConfig(r=4, **options)).eval()
+    _, guide = make(net=net)
+    torch.manual_seed(3)
+    found = hf.draws_as_adapters(guide, 2)
+    torch.manual_seed(3)
+    draws = guide.joint_posterior().draw_many(range(2))
+    expected = guide.to_net({name: draw[1] for name, draw in draws.items()})(**inputs()).logits
+    assert torch.equal(found(**inputs()).logits, guide.to_net()(**inputs()).logits)
+    found.set_adapter("draw1")
+    assert torch.equal(found(**inputs()).logits, expected)
+    found.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "draw1")
+    torch.testing.assert_close(loaded(**inputs()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_that_adapters_share_are_refused():
     net = adapters(base())
     net.base_model.model.lm_head.requires_grad_(True)
