@@ -27,7 +27,8 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return a copy of the net in its original class, with weights of the posterior.
 
     They are values by site, as from :meth:`draw`; medians when None. Layers of :class:`RankOne` and
-    :class:`WalshHadamard` keep their class, with their factors as parameters.
+    :class:`WalshHadamard` keep their class, with their factors as parameters. The net of a model with
+    ``standardize`` has inputs and outputs in standard units.
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.
