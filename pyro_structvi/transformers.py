@@ -45,6 +45,7 @@ UNUSED = (
     "neftune_noise_alpha",
 )
 UNUSED_OPTIONS = ("compute_loss_func", "optimizer_cls_and_kwargs")
+OF_SAMPLES: tuple[str, ...] = ("do_sample", "logits_processor")
 WARPING = (
     "temperature",
     "top_k",
@@ -350,28 +351,8 @@ def generate_from_mixture(
         >>> generate_from_mixture(net, inputs, max_new_tokens=2, min_new_tokens=2).shape
         torch.Size([3, 6])
     """
-    draws = [name for name in net.peft_config if name.startswith("draw")]
-    if not draws:
-        raise ValueError(
-            "`net` must have draws as adapters, but has none. Pass `draws_as_adapters(guide)`."
-        )
-    # Without these hooks peft leaves the names out in silence.
-    if not hasattr(net.base_model, "_enable_peft_forward_hooks"):
-        raise ValueError(
-            "`net` must have adapters whose rows of a batch may have separate names, such as LoRA, but "
-            f"has {net.peft_type.value}. Generate at each draw: `net.set_adapter('draw0')`."
-        )
-    unused = [name for name in WARPING if name in options]
-    if unused:
-        raise ValueError(
-            f"`options` must have none of {unused}, which `generate` uses only where it samples itself. "
-            "Write `warpers=[TemperatureLogitsWarper(0.7)]`, or another warper of transformers."
-        )
-    if sample and options.get("num_beams", 1) > 1:
-        raise ValueError(
-            "`num_beams` must be 1 where tokens are sampled, but got "
-            f"{options['num_beams']}. Write `sample=False` for beams."
-        )
+    draws = _draws_in(net)
+    _check_generation(sample, options)
     size, count = len(next(iter(inputs.values()))), len(draws)
     rows = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in inputs.items()}
     processors = [*warpers, _SameNoise(count)] if sample else [*warpers]
@@ -384,6 +365,52 @@ def generate_from_mixture(
             logits_processor=LogitsProcessorList(processors),
         )
     return tokens[: len(tokens) // count] if isinstance(tokens, Tensor) else tokens
+
+
+def _draws_in(net: Any) -> list[str]:
+    """Return the names of the draws, each of which may have its own rows of a batch."""
+    draws = [name for name in net.peft_config if name.startswith("draw")]
+    if not draws:
+        raise ValueError(
+            "`net` must have draws as adapters, but has none. Pass `draws_as_adapters(guide)`."
+        )
+    # Without these hooks peft leaves the names out in silence.
+    if not hasattr(net.base_model, "_enable_peft_forward_hooks"):
+        raise ValueError(
+            "`net` must have adapters whose rows of a batch may have separate names, such as LoRA, but "
+            f"has {net.peft_type.value}. Generate at each draw: `net.set_adapter('draw0')`."
+        )
+    if net.training:
+        raise ValueError(
+            "`net` must be in evaluation mode, but is in training. Write `net.eval()`."
+        )
+    return draws
+
+
+def _check_generation(sample: bool, options: dict[str, Any]) -> None:
+    """Raise a ``ValueError`` if an option of ``generate`` would change nothing, or is of samples."""
+    unused = [name for name in WARPING if name in options]
+    if unused:
+        raise ValueError(
+            f"`options` must have none of {unused}, which `generate` uses only where it samples itself. "
+            "Write `warpers=[TemperatureLogitsWarper(0.7)]`, or another warper of transformers."
+        )
+    own = [name for name in OF_SAMPLES if name in options]
+    if getattr(options.get("generation_config"), "do_sample", None):
+        own.append("generation_config")
+    if own:
+        raise ValueError(
+            f"`options` must have none of {own}, since tokens are sampled here, from the average. Write "
+            "`sample=True`, and changes of the average as `warpers`."
+        )
+    for name, remedy in (
+        ("num_beams", "Write `sample=False` for beams"),
+        ("num_return_sequences", "Repeat the rows of `inputs`"),
+    ):
+        if sample and options.get(name, 1) > 1:
+            raise ValueError(
+                f"`{name}` must be 1 where tokens are sampled, but got {options[name]}. {remedy}."
+            )
 
 
 def _average(count: int, module: nn.Module, args: Any, output: Any) -> Any:

@@ -224,10 +224,17 @@ def test_what_the_mixture_would_leave_out_is_refused():
     net = hf.draws_as_adapters(guide, 2)
     with pytest.raises(ValueError, match=r"none of \['temperature'\].*Write `warpers="):
         hf.generate_from_mixture(net, inputs(), sample=True, temperature=0.5)
-    with pytest.raises(
-        ValueError, match="`num_beams` must be 1 where tokens are sampled, but got 3"
-    ):
-        hf.generate_from_mixture(net, inputs(), sample=True, num_beams=3)
+    for name in ("num_beams", "num_return_sequences"):
+        with pytest.raises(
+            ValueError, match=f"`{name}` must be 1 where tokens are sampled, but got"
+        ):
+            hf.generate_from_mixture(net, inputs(), sample=True, **{name: 3})
+    config = transformers.GenerationConfig(do_sample=True, temperature=0.5)
+    for options in ({"do_sample": True}, {"logits_processor": []}, {"generation_config": config}):
+        with pytest.raises(ValueError, match=r"since tokens are sampled here.* `sample=True`"):
+            hf.generate_from_mixture(net, inputs(), **options)
+    with pytest.raises(ValueError, match=r"evaluation mode.* Write `net.eval\(\)`"):
+        hf.generate_from_mixture(net.train(), inputs())
     config = peft.LoHaConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     _, guide = make(net=peft.get_peft_model(base(), config))
     with pytest.raises(ValueError, match=r"rows of a batch .*, such as LoRA, but has LOHA"):
