@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pyro_structvi import guides
 from pyro_structvi._checks import Count, Positive, Share, check
+from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer import Validation, fit
 from pyro_structvi.nn import Classifier, Regressor, bayesianize
 from pyro_structvi.nn.likelihood import Likelihood
@@ -112,7 +113,7 @@ class _BayesianMLP(BaseEstimator):
             data[1] = data[1].to(data[0].dtype).unsqueeze(-1)
         if weights is not None:
             data.append(torch.as_tensor(weights).to(data[0]))
-        with separate_randomness():
+        with ONE_THREAD, separate_randomness():
             torch.manual_seed(check_random_state(self.random_state).randint(2**31 - 1))
             net = self._net(inputs.shape[1], num_outputs).to(self.device)
             self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
@@ -393,7 +394,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         check_is_fitted(self)
         check("n_samples", n_samples, Count)
         repeats = math.ceil(n_samples / self._num_draws)
-        with separate_randomness():
+        with ONE_THREAD, separate_randomness():
             torch.manual_seed(check_random_state(random_state).randint(2**31 - 1))
             chosen = torch.randperm(repeats * self._num_draws)[:n_samples]  # the same for all rows
             predictions = self._predictions(X)

@@ -7,11 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from joblib import parallel_backend
 from pyro.distributions.torch import Independent
 from scipy.stats import norm, t
 from sklearn.base import clone
 from sklearn.datasets import load_iris
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import check_estimator
@@ -153,6 +154,17 @@ def test_a_fit_depends_on_numbers_and_options_only(table, dtype):
     finally:
         torch.set_default_dtype(default)
     torch.testing.assert_close(others, points, rtol=1e-5, atol=1e-5)
+
+
+def test_fits_in_several_threads_are_those_of_one(table):
+    """Handlers of Pyro and the random stream of torch belong to the process."""
+    estimator = BayesianMLPRegressor((4,), **CHAINS)
+    expected = cross_val_predict(estimator, *table, cv=3)
+    state = torch.get_rng_state()
+    with parallel_backend("threading", n_jobs=3):
+        found = cross_val_predict(estimator, *table, cv=3)
+    np.testing.assert_array_equal(found, expected)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_log_probabilities_do_not_underflow():

@@ -10,6 +10,7 @@ from torch.func import vmap
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn_user
+from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import kernels_for_vmap, parts_kept
 from pyro_structvi.infer.batches import TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
@@ -136,7 +137,7 @@ def mclmc(
     set_num_data(model, guide, num_examples(batches))
     start = time.perf_counter()
     parts = parts_kept(modules_of(model))
-    with separate_randomness(), evaluation_mode(model), evaluation_mode(guide), parts:
+    with ONE_THREAD, separate_randomness(), evaluation_mode(model), evaluation_mode(guide), parts:
         pyro.set_rng_seed(seed)
         target = LogJoint(model, guide, batches.data)
         position = torch.stack([target.start(guide.draw(number=k)) for k in range(num_chains)])
