@@ -200,7 +200,7 @@ def _train(step: Callable[..., StepTerms], run: Run, file: CheckpointFile, bar: 
 
 
 def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) -> None:
-    """Raise unless model and guide are not exchanged, and the optimizer is one of torch's."""
+    """Raise unless model and guide can be trained, and the optimizer is one of torch's."""
     if isinstance(model, StructuredGuide):
         raise TypeError(
             "`model` must be a model, but got a guide: write `fit(model, guide, data)`."
@@ -209,6 +209,13 @@ def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) ->
         raise TypeError(
             "`guide` must have whole parameters, but got sharded ones. Train it in a loop of your own, "
             "as the page on more than one device shows."
+        )
+    parts = [part for part in (poutine.unwrap(model), guide) if isinstance(part, nn.Module)]
+    trained = (each for part in parts for each in part.parameters() if each.requires_grad)
+    if any(parameter.is_inference() for parameter in trained):
+        raise ValueError(
+            "`model` and `guide` must be made outside of `torch.inference_mode()`, in which parameters "
+            "cannot be trained."
         )
     is_optimizer = not isinstance(optimizer, type) or issubclass(optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, PyroOptim) or not is_optimizer:

@@ -244,6 +244,15 @@ def test_a_loss_that_is_not_finite_names_site_and_step_and_keeps_the_parameters(
     assert unchanged(guide, before)
 
 
+def test_parameters_that_no_step_can_change_are_refused():
+    with torch.inference_mode():
+        model, guide, _ = make()
+        net = nn.Linear(3, 1)
+    for parts in ((model, guide), (ps.Regressor(net, 12, noise=0.3), make()[1])):
+        with pytest.raises(ValueError, match=r"must be made outside of `torch\.inference_mode"):
+            ps.fit(*parts, regression_data(), num_steps=5, progress=False)
+
+
 X, Y = regression_data()
 
 
