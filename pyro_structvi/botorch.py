@@ -115,6 +115,16 @@ class StructuredModel(EnsembleModel):
         """Set the inputs that BoTorch transforms in evaluation mode; the posterior has its own data."""
         self.train_inputs = (inputs,)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "StructuredModel":
+        """Move draws and data with the parameters, as for ``to`` and ``float``."""
+        super()._apply(fn, recurse)
+        self.draws = {name: fn(each) for name, each in self.draws.items()}
+        self.data = fn(self.data[0]), fn(self.data[1])
+        self.train_inputs = (fn(self.train_inputs[0]),)
+        if self.ensemble_weights is not None:
+            self.ensemble_weights = fn(self.ensemble_weights)
+        return self
+
     def forward(self, X: Tensor) -> Tensor:
         """Return the functions at transformed inputs ``(*batch, q, d)``: ``(*batch, S, q, m)``."""
         functions = self._functions_at(self.draws, X)

@@ -153,6 +153,19 @@ def test_transforms_are_applied_to_inputs_and_undone_for_outcomes():
     assert other.input_transform is not normalize
 
 
+@pytest.mark.parametrize("make_guide", [ps.MatrixNormalGuide, ps.EnsembleGuide])
+def test_a_model_moves_as_a_whole(make_guide):
+    model, x = make(make_guide, num_draws=None), torch.rand(4, 3, 2)
+    expected = model.posterior(x).mean
+    single = model.float()
+    torch.testing.assert_close(
+        single.posterior(x.float()).mean.double(), expected, rtol=1e-4, atol=1e-4
+    )
+    new = torch.rand(2, 2).float(), torch.rand(2, 1).float()
+    after = single.condition_on_observations(*new, num_steps=2)
+    assert after.posterior(x.float()).mean.dtype == torch.float32
+
+
 def test_conditioning_fits_a_copy_to_all_data():
     model = make()
     x, y = torch.rand(3, 2), torch.full((3, 1), 9.0)
