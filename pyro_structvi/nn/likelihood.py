@@ -37,7 +37,7 @@ from pyro_structvi._pyro import (
     site_values,
     was_called,
 )
-from pyro_structvi._torch import inside_transform, is_recording, without_compiler
+from pyro_structvi._torch import inside_transform, is_recording, kernels_for_vmap, without_compiler
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.random_module import RandomModule
 from pyro_structvi.weights.site_role import SiteRole
@@ -290,7 +290,9 @@ def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, i
             return call()
 
         try:
-            with pyro.validation_enabled(False):  # vmap has no values to validate
+            like = next(iter(flat.values()), torch.empty(()))
+            # Values cannot be validated under vmap.
+            with pyro.validation_enabled(False), kernels_for_vmap(like):
                 outputs: Tensor = torch.func.vmap(run, randomness="different")(flat)
         finally:
             cache.update(values)

@@ -282,7 +282,7 @@ class Passes:
         if self._seed is None:
             return self._run_each(run, draws)
         with separate_randomness():  # so that the draws to come do not depend on the inputs
-            self._seed += 1  # the number itself was the seed of the first run
+            self._seed += 1  # `separate_randomness` has given the number itself to the first run
             torch.manual_seed(self._seed)
             return self._run_each(run, draws)
 

@@ -13,10 +13,8 @@ from pyro_structvi.weights.torch_distributions import base_of, map_tensors, skip
 
 NUM_DRAWS = 2000  # observations, if a distribution has no inverse distribution function
 LARGEST_RATIO = 1e18  # whose square is finite in single precision
-MOST_DF = (
-    200  # degrees of freedom with a sum of half as many terms, or that the quadrature can take
-)
-NODES = 16  # of this quadrature, whose relative error is below 1e-8 then
+MOST_DF = 200  # degrees of freedom: half as many terms, or a quadrature
+NODES = 16  # of the quadrature, with a relative error below 1e-8 up to so many degrees of freedom
 
 
 def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:

@@ -353,16 +353,12 @@ class JointMixture:
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
         """Draw all sites once for each number, stacked; the draws of a member share its factors."""
         members = _members_of_draws(self._guide.weights, max(numbers) + 1)
-        by_member: dict[int, list[int]] = {}
-        for number, member in enumerate(members):
-            by_member.setdefault(member, []).append(number)
         draws, places = list[dict[str, Tensor]](), list[int]()
-        for member, own in by_member.items():
-            asked = [place for place, number in enumerate(numbers) if members[number] == member]
-            if asked:
-                counts = [own.index(numbers[place]) for place in asked]
-                draws.append(self._draw_member(member, counts, local))
-                places += asked
+        for member in dict.fromkeys(members[number] for number in numbers):
+            own = [place for place, number in enumerate(numbers) if members[number] == member]
+            counts = [members[: numbers[place]].count(member) for place in own]
+            draws.append(self._draw_member(member, counts, local))
+            places += own
         order = torch.tensor(places, device=self._guide.weights.device).argsort()
         return {name: torch.cat([own[name] for own in draws])[order] for name in draws[0]}
 

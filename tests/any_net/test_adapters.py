@@ -74,16 +74,22 @@ def test_draws_are_adapters_of_one_net(tmp_path):
     assert torch.equal(loaded(**inputs()).logits, expected[2])
 
 
+def with_draws(guide, count):
+    """Return a net with draws as adapters, and the outputs at the last of them."""
+    torch.manual_seed(3)
+    found = hf.draws_as_adapters(guide, count)
+    torch.manual_seed(3)
+    draws = guide.joint_posterior().draw_many(range(count))
+    last = guide.to_net({name: draw[-1] for name, draw in draws.items()})
+    return found, last(**inputs()).logits
+
+
 def test_draws_are_those_of_the_active_adapter():
     net = adapters(base())
     net.add_adapter("other", net.peft_config["default"])
     net.set_adapter("other")
     _, guide = make(net=net)
-    torch.manual_seed(3)
-    found = hf.draws_as_adapters(guide, 1)
-    torch.manual_seed(3)
-    draws = guide.joint_posterior().draw_many(range(1))
-    expected = guide.to_net({name: draw[0] for name, draw in draws.items()})(**inputs()).logits
+    found, expected = with_draws(guide, 1)
     assert not torch.allclose(found(**inputs()).logits, expected)
     found.set_adapter("draw0")
     assert torch.equal(found(**inputs()).logits, expected)
@@ -95,11 +101,7 @@ def test_draws_leave_the_base_where_new_adapters_change_it(init, tmp_path):
     options = {"target_modules": ["q_proj"], "init_lora_weights": init, "task_type": "CAUSAL_LM"}
     net = peft.get_peft_model(base(), peft.LoraConfig(r=4, **options)).eval()
     _, guide = make(net=net)
-    torch.manual_seed(3)
-    found = hf.draws_as_adapters(guide, 2)
-    torch.manual_seed(3)
-    draws = guide.joint_posterior().draw_many(range(2))
-    expected = guide.to_net({name: draw[1] for name, draw in draws.items()})(**inputs()).logits
+    found, expected = with_draws(guide, 2)
     assert torch.equal(found(**inputs()).logits, guide.to_net()(**inputs()).logits)
     found.set_adapter("draw1")
     assert torch.equal(found(**inputs()).logits, expected)

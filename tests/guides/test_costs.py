@@ -30,7 +30,7 @@ def make_net():
 
 
 class CountsMultiplications(TorchDispatchMode):
-    """Counts the multiplications of matrix products."""
+    """Counts the multiplications of matrix products and convolutions."""
 
     count = 0
     left = dict.fromkeys(("mm", "bmm"), 0) | dict.fromkeys(("addmm", "baddbmm"), 1)
@@ -40,6 +40,8 @@ class CountsMultiplications(TorchDispatchMode):
         place = self.left.get(func.overloadpacket.__name__)
         if place is not None:
             self.count += result.numel() * args[place].shape[-1]
+        elif func is torch.ops.aten.convolution.default:
+            self.count += result.numel() * args[1][0].numel()
         return result
 
 
@@ -65,6 +67,31 @@ def test_multiplications(name):
     )
     bounds = BOUNDS.get(name, BOUND)
     assert all(own < bound for own, bound in zip(found, bounds, strict=True)), found
+
+
+def test_moments_of_dropout_apply_each_channel_once():
+    """One pass for the means, and one for the variances."""
+    net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 5))
+    x, y = torch.randn(4, 8, 6, 6), torch.randint(5, (4,))
+    model = ps.Classifier(ps.bayesianize(net, prior=ps.FanIn()), num_data=4)
+    guide = ps.MCDropoutGuide(model)
+    guide.initialize(x, y)
+    found = multiplications(lambda: ps.predict_moments(model, guide, x))
+    assert found < 5 * multiplications(lambda: net(x))
+
+
+def test_draws_of_independent_sites_share_their_factors(monkeypatch):
+    """Under vmap a product of factors that are not mapped and noise repeats the factors."""
+    net, x, y = make_net()
+    model = ps.Classifier(ps.bayesianize(net, prior=ps.FanIn()), num_data=100)
+    monkeypatch.setattr(torch.func, "vmap", None)
+    for make in (ps.RowwiseGuide, lambda m: ps.MixtureGuide(m, ps.RowwiseGuide, 2)):
+        guide = make(model)
+        guide.initialize(x, y)
+        with RecordsSizes() as recorded, torch.no_grad():
+            draws = guide.joint_posterior().draw_many(range(20))
+        assert draws["net.0.weight"].shape == (20, 100, 100)
+        assert max(recorded.sizes) < 2 * 100 * 101 * 101
 
 
 def test_moments_of_a_wide_layer_form_no_covariance_of_its_outputs():

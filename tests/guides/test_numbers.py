@@ -267,10 +267,8 @@ def test_a_mixture_reports_on_all_its_members():
         assert row.parameters == 2 * of_one[name].parameters
     assert sum(row.parameters for row in found.values()) == count(guide)
     net = ps.bayesianize(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), {"1.*": 1.0, "*": None})
-    model, kinds = (
-        ps.Regressor(net, num_data=12, noise_scale=0.1),
-        iter((ps.MAPGuide, ps.MeanFieldGuide)),
-    )
+    kinds = iter((ps.MAPGuide, ps.MeanFieldGuide))
+    model = ps.Regressor(net, num_data=12, noise_scale=0.1)
     guide = ps.MixtureGuide(model, lambda m: next(kinds)(m), 2, vectorize=False)
     found = reported(guide, *data)
     assert found["net.1.weight"].posterior == "PointEstimate, MeanField"
