@@ -14,7 +14,6 @@ from pyro_structvi._torch import take_apart
 from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.mean_field import PrunedNormal
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 MOST_FUNCTIONS = 500  # values whose convergence is judged
@@ -56,7 +55,8 @@ def _of_noise(site: LatentSite, q: GaussianWeight) -> _Site:
         log_prob: Tensor = q.log_prob(value).sum()
         return -0.5 * noise.square().sum() - log_prob
 
-    is_regular = shape.numel() == q.mean.numel() and not isinstance(q, PrunedNormal)
+    # A coordinate of a pruned element changes no value.
+    is_regular = shape.numel() == q.mean.numel() and bool((q.variance > 0).all())
     return _Site(
         site,
         shape,
