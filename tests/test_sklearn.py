@@ -18,10 +18,9 @@ from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import pyro_structvi as ps
-from pyro_structvi import sklearn
 from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.sites.finding import find_declared_sites
-from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
+from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor, base
 
 SMALL = {"num_members": 2, "num_steps": 25, "random_state": 0, "dtype": "float64"}
 POINT = {**SMALL, "posterior": "map", "refine": False, "validation_fraction": 0.0}
@@ -98,7 +97,7 @@ def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
         return np.column_stack([median, std, interval, density])
 
     at_once = found()
-    monkeypatch.setattr(sklearn, "FUNCTIONS_AT_A_TIME", 7)
+    monkeypatch.setattr(base, "FUNCTIONS_AT_A_TIME", 7)
     np.testing.assert_allclose(found(), at_once, rtol=1e-8)
     for draw, sign in enumerate((-1.0, 1.0)):
         for value in estimator.draws_.values():
@@ -282,6 +281,20 @@ def test_any_guide_is_a_posterior(table):
         assert len(draws) == (2 if name == "ensemble" else 200)
 
 
+def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
+    generator = np.random.default_rng(0)
+    inputs, noise = generator.normal(size=(60, 2)), generator.normal(size=60)
+    options = {"posterior": "mixture", "num_steps": 150, "num_members": 2, "random_state": 0}
+    estimator = BayesianMLPRegressor((6,), refine=False, **options)
+    assert estimator.fit(inputs, inputs[:, 0]).kl_weight_ == 0.1
+    found = estimator.fit(inputs, noise).predict(inputs)
+    assert estimator.kl_weight_ == 0.3
+    estimator.set_params(validation_fraction=0.0).fit(
+        inputs, noise
+    )  # without another to compare with
+    np.testing.assert_array_equal(estimator.predict(inputs), found)
+
+
 def test_wrong_options_and_parts_of_the_data_are_refused(table):
     for option, message in (
         ({"posterior": "exact"}, "`posterior` must be one of"),
@@ -293,6 +306,7 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
         ({"noise_df": 1.0}, "`noise_df` must be above 1 and at most 200, or None"),
         ({"noise_df": 201.0}, "`noise_df` must be above 1 and at most 200, or None"),
         ({"validation_fraction": -0.5}, "`validation_fraction` must be a number of at least 0"),
+        ({"kl_weight": 0.0}, "`kl_weight` must be a positive number"),
         ({"num_members": 0}, "`num_members` must be a whole number of at least 1"),
         ({"num_sampling_steps": 0}, "`num_sampling_steps` must be a whole number of at least 1"),
     ):

@@ -1,0 +1,5 @@
+"""Estimators of scikit-learn for tables: Bayesian multi-layer perceptrons."""
+
+from pyro_structvi.sklearn.estimators import BayesianMLPClassifier, BayesianMLPRegressor
+
+__all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor"]
