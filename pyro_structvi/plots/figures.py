@@ -22,7 +22,10 @@ Array = NDArray[np.float64]
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#666666"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-LINE_STYLES = ("-", "--", "-.", ":")
+# Styles of curves, colours first.
+CURVES = [
+    {"color": each, "linestyle": style} for style in ("-", "--", "-.", ":") for each in COLOURS
+]
 SEQUENTIAL, DIVERGING = "cividis", "RdBu_r"
 
 
@@ -48,10 +51,18 @@ def figure_of(ax: Axes) -> Figure:
     return figure
 
 
-def curve_style(index: int) -> dict[str, Any]:
-    """Return colour and line style of a curve, cycling through colours first."""
-    style = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)]
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": style}
+def next_style(ax: Axes, taken: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the first style that no line of the axes has, without ``taken`` colours."""
+    used = [{"color": line.get_color(), "linestyle": line.get_linestyle()} for line in ax.lines]
+    free = (style for style in CURVES if style not in used and style["color"] not in taken)
+    return next(free, CURVES[0])
+
+
+def draw_diagonal(ax: Axes, label: str) -> None:
+    """Draw the diagonal of shares, with a label once."""
+    is_labelled = label in ax.get_legend_handles_labels()[1]
+    style: dict[str, Any] = {"color": GREY, "linewidth": 1, "linestyle": "--"}
+    ax.plot([0, 1], [0, 1], **style, label=None if is_labelled else label)
 
 
 def add_labels(ax: Axes, x: str, y: str) -> None:

@@ -10,18 +10,17 @@ from matplotlib.ticker import PercentFormatter
 from pyro_structvi._checks import checked
 from pyro_structvi.infer.history import History
 from pyro_structvi.plots.figures import (
-    BLUE,
-    GREY,
     SEQUENTIAL,
     Array,
     Matrix,
     Values,
     add_labels,
     add_legend,
-    curve_style,
+    draw_diagonal,
     figure_of,
     make_axes,
     make_panels,
+    next_style,
     real_array,
     same_length,
 )
@@ -55,8 +54,8 @@ def plot_elbo(history: History, ax: Axes | None = None) -> Axes:
     ax = make_axes(ax)
     seen = [*ax.get_ylim()] if ax.lines else []
     steps, window = np.arange(1, len(elbo) + 1), max(1, len(elbo) // WINDOWS)
-    for index, (label, values) in enumerate({"ELBO": elbo, "KL": kl}.items()):
-        style = curve_style(index)
+    for label, values in {"ELBO": elbo, "KL": kl}.items():
+        style = next_style(ax)
         if window > 1:
             ax.plot(steps, values, color=style["color"], linewidth=0.6, alpha=0.3)
         ax.plot(steps, running_mean(values, window), label=label, **style)
@@ -71,11 +70,16 @@ def plot_elbo(history: History, ax: Axes | None = None) -> Axes:
 
 def running_mean(values: Array, window: int) -> Array:
     """Return averages over a window around each step, truncated at the ends."""
-    size = len(values)
-    sums = np.concatenate([[0.0], values.cumsum()])
-    first = np.arange(size) - (window - 1) // 2
-    low, high = first.clip(0), (first + window).clip(max=size)
-    means: Array = (sums[high] - sums[low]) / (high - low)
+    size, before = len(values), (window - 1) // 2
+    # A window has the end of one block of its length and the start of the next one. Differences of sums
+    # from the first step on would have the rounding of the largest values.
+    blocks = np.zeros((-(-size // window) + 1, window))
+    blocks.flat[before : before + size] = values
+    ends = blocks[:, ::-1].cumsum(1)[:, ::-1]
+    starts = np.pad(blocks[:, :-1].cumsum(1), [(0, 0), (1, 0)])
+    first = np.arange(size) - before
+    counts = (first + window).clip(max=size) - first.clip(0)
+    means: Array = (ends[:-1] + starts[1:]).flatten()[:size] / counts
     return means
 
 
@@ -109,8 +113,8 @@ def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "g
     weights = np.exp(values - values[0])
     held = np.concatenate([[0.0], (weights / weights.sum()).cumsum()])
     ax = make_axes(ax)
-    ax.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="posterior")
-    ax.plot(np.linspace(0, 1, len(held)), held, color=BLUE, label=label)
+    draw_diagonal(ax, "posterior")
+    ax.plot(np.linspace(0, 1, len(held)), held, label=label, **next_style(ax))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(PercentFormatter(1.0))
     add_labels(ax, "draws, largest weight first", "share of the total weight")

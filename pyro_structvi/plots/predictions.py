@@ -14,15 +14,15 @@ from pyro_structvi.metrics.scores import confidence_bins
 from pyro_structvi.plots.figures import (
     BLACK,
     BLUE,
-    GREY,
     VERMILION,
     Array,
     Matrix,
     Values,
     add_labels,
     add_legend,
-    curve_style,
+    draw_diagonal,
     make_axes,
+    next_style,
     real_array,
     same_length,
 )
@@ -85,9 +85,10 @@ def plot_band(
         raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
     points = {} if data_x is None else same_length({"data_x": data_x, "data_y": data_y})
     ax = make_axes(ax)
+    style = next_style(ax, taken=[BLACK, VERMILION])  # those of truth and data
     for low, high in bands:
-        ax.fill_between(inputs, low, high, color=BLUE, alpha=0.2, linewidth=0)
-    ax.plot(inputs, means, color=BLUE, label=label)
+        ax.fill_between(inputs, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    ax.plot(inputs, means, label=label, **style)
     if "truth" in found:
         ax.plot(inputs, found["truth"], color=BLACK, linewidth=0.8, label="truth")
     if points:
@@ -164,15 +165,15 @@ def plot_reliability(
     ax.bar(left, -DEPTH * share / share.max(), color="0.75", label=tallest, **bars)
     ax.hlines(marks, left, left + width, color=BLACK, linewidth=2, label="mean confidence")
     ax.axhline(0, color=BLACK, linewidth=0.8)
-    _draw_diagonal(ax)
+    _draw_calibrated(ax)
     ax.set_ylim(-1.15 * DEPTH, 1.02)
     add_labels(ax, "confidence", "accuracy")
     add_legend(ax)
     return ax
 
 
-def _draw_diagonal(ax: Axes) -> None:
-    ax.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="calibrated")
+def _draw_calibrated(ax: Axes) -> None:
+    draw_diagonal(ax, "calibrated")
     ticks = np.linspace(0, 1, 6)
     ax.set(xticks=ticks, yticks=ticks, xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
 
@@ -234,9 +235,9 @@ def plot_coverage(
         low, high = np.clip(line - error, 0, 1), np.clip(line + error, 0, 1)
         name = f"2 standard errors\nof {num_examples} examples"
         ax.fill_between(line, low, high, color="0.85", linewidth=0, label=name)
-    _draw_diagonal(ax)
-    for index, (title, (name, _)) in enumerate(curves.items()):
-        style = curve_style(index) | {"marker": "o", "markersize": 4}
+    _draw_calibrated(ax)
+    for title, (name, _) in curves.items():
+        style = next_style(ax) | {"marker": "o", "markersize": 4}
         ax.plot(found["levels"], found[name], label=title, **style)
     add_labels(ax, "expected coverage", "observed coverage")
     add_legend(ax)

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from pyro_structvi import plots
-from pyro_structvi.plots.figures import COLOURS, curve_style
+from pyro_structvi.infer import History
+from pyro_structvi.plots.figures import COLOURS, CURVES
 from tests.bad_input.cases import VALID
 
 OF_ONE_AXES = sorted(set(plots.__all__) - {"plot_scale_matrix"})
@@ -44,10 +46,38 @@ def test_axes_that_were_removed():
         plots.plot_importance([1.0], ax)
 
 
+def styles_of(ax):
+    """Return colour and line style by label."""
+    lines = (line for line in ax.lines if not line.get_label().startswith("_"))
+    return {line.get_label(): (line.get_color(), line.get_linestyle()) for line in lines}
+
+
 def test_curves_differ_by_colour_and_then_by_style():
-    styles = [tuple(curve_style(index).values()) for index in range(4 * len(COLOURS))]
-    assert len(set(styles)) == len(styles)
-    assert [style[0] for style in styles[: len(COLOURS)]] == list(COLOURS)
+    curves = {f"curve {number}": [0.5] for number in range(4 * len(COLOURS))}
+    styles = styles_of(plots.plot_coverage([0.5], curves))
+    assert styles.pop("calibrated") not in styles.values()
+    assert len(set(styles.values())) == len(curves) == len(CURVES)
+    assert [style[0] for style in styles.values()][: len(COLOURS)] == list(COLOURS)
+
+
+def test_a_second_call_on_the_same_axes_draws_another_colour_and_one_diagonal_in_the_legend():
+    draws = {
+        "posterior": lambda label, ax: plots.plot_importance([0.0, 1.0], ax, label),
+        "calibrated": lambda label, ax: plots.plot_coverage([0.5], [0.4], ax, label),
+    }
+    for diagonal, draw_curve in draws.items():
+        ax = draw_curve("b", draw_curve("a", None))
+        assert len(set(styles_of(ax).values())) == 3
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == [diagonal, "a", "b"]
+    data = {"widths": (1,), "data_x": [0.5], "data_y": [0.5], "truth": [1.0, 1.0]}
+    ax = plots.plot_band([0.0, 1.0], [0.0, 1.0], [0.1, 0.2], label="a", **data)
+    plots.plot_band([0.0, 1.0], [1.0, 0.0], [0.1, 0.2], ax, (1,), label="b")
+    styles, filled = styles_of(ax), [to_hex(each.get_facecolor()[0]) for each in ax.collections]
+    assert [filled[0].upper(), filled[2].upper()] == [styles["a"][0], styles["b"][0]]
+    assert len({*filled, to_hex(styles["truth"][0])}) == 4  # with the data's
+    for _ in range(2):
+        ax = plots.plot_elbo(History(elbo=[-2.0, -1.0], kl=[1.0, 1.0]), ax)
+    assert len({(line.get_color(), line.get_linestyle()) for line in ax.lines}) == len(ax.lines)
 
 
 @pytest.mark.parametrize(("layout", "beside"), [("constrained", True), (None, False)])

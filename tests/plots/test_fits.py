@@ -21,6 +21,17 @@ def test_numbers_and_their_running_mean_over_three_steps():
     np.testing.assert_allclose(mean.get_ydata(), expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [100, 149, 251, 500, 777])
+def test_running_means_do_not_round_to_the_size_of_the_first_values(size):
+    values = np.random.default_rng(0).normal(size=size)
+    values[0] = -1e20  # as of counts before training
+    window = size // 50
+    mean = plot(values).lines[1].get_ydata()
+    first = np.arange(size) - (window - 1) // 2
+    expected = [values[max(0, low) : low + window].mean() for low in first]
+    np.testing.assert_allclose(mean, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_few_steps_have_no_running_mean():
     assert len(plot(np.arange(99.0)).lines) == 2
     history = History(elbo=[-9.0, -5.0, -4.0], kl=[3.0, 2.0, 1.0])
