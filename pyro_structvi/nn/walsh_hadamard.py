@@ -179,6 +179,7 @@ class WalshHadamardConv(WalshHadamardLayer):
         ValueError: If a size or a scale is not positive, or torch's convolution refuses an argument.
     """
 
+    __constants__: ClassVar = ["stride", "dilation", "margins", "padding_mode"]
     _torch_layer: ClassVar[type[nn.Conv1d | nn.Conv2d | nn.Conv3d]]
 
     @checked

@@ -104,8 +104,8 @@ def load(
 
     Nothing in a file is run as code, and everything is compared before a parameter changes. Tensors of
     the model, such as the scales of priors and of known noise, are replaced by the file's.
-    Functions, such as those that a net's ``forward`` calls, are not compared, and neither are dropout,
-    ``num_data`` and other settings of training.
+    Functions, such as those that a net's ``forward`` calls, are not compared, and neither are attributes
+    of a user's modules, dropout, ``num_data`` and other settings of training.
 
     Args:
         path: The path of the file.
@@ -253,7 +253,14 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
 
 # ---- parts of models -----------------------------------------------------------------------------
 
-OF_TRAINING = ("dropout", "inplace", "momentum", "sparse")  # among the constants of torch's modules
+OF_TRAINING = (
+    "dropout",
+    "inplace",
+    "momentum",
+    "sparse",
+    "training",
+)  # settings of torch's modules
+SETTING = (int, float, str, tuple)
 EMPTY = ("Identity", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "Sequential")
 
 
@@ -261,20 +268,25 @@ def _parts_of(model: Any) -> Parts:
     """Return the parts that a model's functions depend on besides its state, by paths of modules.
 
     Each module has its constants, as torch declares them for TorchScript, and the kinds of its priors. A
+    module of torch has all its settings, since some are not declared, as the heads of attention. A
     likelihood or a module without parts has its class, too; others may be arranged in another way.
     """
     root = poutine.unwrap(model)
     modules = root.named_modules(remove_duplicate=False) if isinstance(root, nn.Module) else ()
     parts = {}
     for path, module in modules:
-        kind = plain_class(module).__name__.removeprefix("Pyro")
+        plain = plain_class(module)
+        kind = plain.__name__.removeprefix("Pyro")
         if kind in EMPTY or "drop" in kind.lower():
             continue
         is_whole = isinstance(module, Likelihood) or not any(True for _ in module.children())
         own: dict[str, Any] = {"class": kind} if is_whole else {}
-        for name in getattr(module, "__constants__", ()):
-            if name in vars(module) and name not in OF_TRAINING:
-                own[name] = vars(module)[name]
+        constants = getattr(module, "__constants__", ())
+        is_of_torch = plain.__module__.startswith("torch.nn.")
+        for name, value in vars(module).items():
+            is_setting = is_of_torch and isinstance(value, SETTING) and not name.startswith("_")
+            if (is_setting or name in constants) and name not in OF_TRAINING:
+                own[name] = value
         for attribute, prior in declared_samples(module).items():
             own[f"prior of {attribute}"] = _kind_of_prior(prior)
         if own:

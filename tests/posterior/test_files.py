@@ -15,6 +15,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import Dropout, KTied, MeanField
+from pyro_structvi.posterior.warm_start import full_covariance_from, k_tied_from_mean_field
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor
 
@@ -419,6 +420,63 @@ def test_models_of_other_parts_are_refused(tmp_path, options, others, message):
     with pytest.raises(ValueError, match=message):
         ps.load(tmp_path / "file", other)
     assert_unchanged(other, before)
+
+
+def attention(heads=2, activation="relu"):
+    """Return a block of attention whose parameters have the same shapes for all heads and functions."""
+    block = nn.TransformerEncoderLayer(4, heads, 4, 0.0, activation, batch_first=True)
+    return nn.Sequential(block, nn.Flatten(), nn.Linear(12, 2))
+
+
+def hadamard(**options):
+    return nn.Sequential(ps.nn.WalshHadamardConv1d(3, 4, 3, **options), nn.Flatten())
+
+
+@pytest.mark.parametrize(
+    ("net", "other", "message"),
+    [
+        (
+            attention,
+            functools.partial(attention, 4),
+            "attn' has num_heads 2 in the file and 4 here",
+        ),
+        (
+            attention,
+            functools.partial(attention, activation="gelu"),
+            "activation_relu_or_gelu 1 in .* 2 here",
+        ),
+        (
+            hadamard,
+            functools.partial(hadamard, stride=2),
+            r"stride \[1\] in the file and \[2\] here",
+        ),
+        (
+            hadamard,
+            functools.partial(hadamard, padding=1),
+            r"margins \[0, 0\] in .* \[1, 1\] here",
+        ),
+    ],
+)
+def test_layers_of_equal_shapes_but_other_settings_are_refused(tmp_path, net, other, message):
+    nets = (ps.bayesianize(make(), normalization=False) for make in (net, other))
+    model, own = (ps.Regressor(each, 8, noise_scale=1.0) for each in nets)
+    ps.save(tmp_path / "file", model, ps.MeanFieldGuide(model))
+    with pytest.raises(ValueError, match=message):
+        ps.load(tmp_path / "file", own)
+
+
+@pytest.mark.parametrize("change", [k_tied_from_mean_field, full_covariance_from])
+@pytest.mark.parametrize("name", ["net.0.weight", "net.0.*"])
+def test_posteriors_that_were_replaced_have_their_new_families(tmp_path, change, name):
+    """Also at sites whose own family is given by their names."""
+    model = make_model()
+    guide = change(ps.StructuredGuide(model, {name: MeanField(), "*": MeanField()}))
+    ps.save(tmp_path / "file", model, guide)
+    loaded = ps.load(tmp_path / "file", make_model())
+    assert_equal_states(guide, loaded)
+    assert [loaded[site].family for site in loaded.site_names] == [
+        guide[site].family for site in guide.site_names
+    ]
 
 
 def test_settings_of_training_may_differ_and_scales_are_those_of_the_file(tmp_path):
