@@ -114,7 +114,7 @@ def _replace(
     if not families:
         own = {name: guide[name].family for name in guide.site_names}
         raise ValueError(f"`guide` must have {needed}, but has {own}.")
-    new.families = families | guide.families
+    new.families = families | guide.families | families  # first, and in place of own ones
     return new
 
 
