@@ -121,10 +121,10 @@ def _report_site(
     prior = site.prior_scale if is_owner or site.bias is None else site.bias.prior_scale
     family = type(posterior.family).__name__ if is_owner else f"with {site.name}"
     count = sum(each.numel() for each in posterior.parameters()) if is_owner else 0
-    if isinstance(q, PointMass):
+    if isinstance(q, PointMass) and not bool(q.variance.any()):
         state, drawn, why, scale = "point", "weight", "a point", None
     else:
-        state, (drawn, why), scale = "random", _way_of(value, use, q), _scale_of(posterior)
+        state, (drawn, why), scale = "random", _way_of(value, use, q), _scale_of(posterior, name, q)
     shape = tuple(value.shape)
     return ParameterReport(name, shape, state, family, drawn, why, prior, scale, count)
 
@@ -140,6 +140,7 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
         "local_reparam=False": use.local_reparam is False,
         use.eager_reason: bool(use.eager_reason),
         f"{use.count} uses": use.count is not None and use.count > 1,
+        "chosen elements, drawn together": isinstance(q, PointMass),
         "a site that is not a weight": not isinstance(q, WeightDistribution),
         "examples that interact": use.examples_interact,
         "rows that are not examples": use.has_other_rows,
@@ -149,13 +150,13 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def _scale_of(posterior: SitePosterior) -> float | None:
-    """Return the root of the mean variance, or None if it is unknown or sites are coupled."""
+def _scale_of(posterior: SitePosterior, name: str, q: Any) -> float | None:
+    """Return the root of a site's mean variance, or None if it is unknown or sites are coupled."""
     try:
-        variance = posterior().variance
+        variance = (q if isinstance(q, PointMass) else posterior()).variance
     except (NotImplementedError, RuntimeError):
         return None
-    return float(variance.mean().sqrt())
+    return float(posterior.site.split(variance)[name].mean().sqrt())
 
 
 def _report_others(model: Any) -> Iterator[ParameterReport]:

@@ -256,6 +256,34 @@ def test_points_and_joined_biases_and_weights_that_are_drawn_together():
     assert kinds == {("InducingWeights", None, "outputs")}
 
 
+def test_a_joined_bias_has_the_scale_of_its_own_elements():
+    guide, data = ps.FullCovarianceGuide(make_regressor()), regression_data()
+    guide.initialize(*data)
+    with torch.no_grad():
+        for value in guide.parameters():
+            value += torch.randn_like(value)
+    found = reported(guide, *data)
+    for layer, (rows, inputs) in {"net.0": (5, 3), "net.2": (1, 5)}.items():
+        dense = guide[f"{layer}.weight"]().covariance_matrix
+        variances = dense.diagonal().reshape(rows, inputs + 1)
+        for name, own in (("weight", variances[:, :-1]), ("bias", variances[:, -1])):
+            expected = float(own.detach().mean().sqrt())
+            assert found[f"{layer}.{name}"].scale == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("train_rest", [False, True])
+def test_chosen_elements_are_random(train_rest):
+    mask = torch.arange(15).reshape(5, 3) < 5  # a third
+    options = {"init_scale": 0.3, "train_rest": train_rest}
+    guide = ps.SubnetworkGuide(make_regressor(), {"net.0.weight": mask}, **options)
+    found = reported(guide, *regression_data())
+    row = found.pop("net.0.weight")
+    assert (row.state, row.drawn) == ("random", "weight")
+    assert row.why == "chosen elements, drawn together"
+    assert row.scale == pytest.approx(0.3 / math.sqrt(3))
+    assert {(each.state, each.scale) for each in found.values()} == {("point", None)}
+
+
 def test_a_mixture_reports_on_all_its_members():
     model, data = make_regressor(), regression_data()
     scales = iter((0.3, 0.4))
