@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
 
 def multiply_each(matrices: Tensor, images: Tensor) -> Tensor:
     """Return ``matrices (g, n, c)`` times ``images (batch, g, c, p)``, ``(batch, g, n, p)``."""
-    repeated = matrices.expand(len(images), -1, -1, -1)
+    repeated = matrices.expand(images.shape[0], -1, -1, -1)
     products = torch.bmm(repeated.flatten(0, 1), images.flatten(0, 1))
     return products.reshape(*images.shape[:2], *products.shape[1:])
 
@@ -108,7 +109,7 @@ class ConvolutionMap(LinearMap):
             pointwise = matrix.reshape(*matrix.shape, *self._ones).contiguous()
             convolve = (F.conv1d, F.conv2d, F.conv3d)[len(space) - 1]
             return convolve(hidden, pointwise, bias, groups=self.groups)
-        channels = hidden.reshape(batch.numel(), self.groups, count, pixels)
+        channels = hidden.reshape(prod(batch), self.groups, count, pixels)
         mixed = multiply_each(matrix.unflatten(0, (self.groups, -1)), channels)
         outputs = mixed.reshape(*batch, len(matrix), *space)
         return outputs if bias is None else outputs + bias.reshape(-1, *self._ones)
@@ -194,7 +195,7 @@ class ConvolutionMap(LinearMap):
         """Multiply by all filters at each place of the kernel, then shift the products and add."""
         batch, space = self._split(x)
         count, (channels, *kernel) = len(matrix), self.kernel_shape
-        places, images = Size(kernel).numel(), batch.numel() * self.groups
+        places, images = Size(kernel).numel(), prod(batch) * self.groups
         filters = matrix.reshape(count, channels, places).permute(2, 0, 1).flatten(0, 1)
         pixels = x.reshape(images, 1, channels, space.numel())
         products = multiply_each(filters.unsqueeze(0), pixels).reshape(

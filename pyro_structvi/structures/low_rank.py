@@ -197,7 +197,9 @@ class LowRankNormal(GaussianWeight):
 
     def spread(self, moment: Tensor) -> Tensor:
         directions = self.factors.reshape(self.rank, self.event_shape[0], -1)
-        low_rank = torch.einsum("kia,...ab,kjb->...ij", directions, moment, directions)
+        # Two products, as in `dense_output_variance`.
+        rows = torch.einsum("kia,...ab->...kib", directions, moment)
+        low_rank = torch.einsum("...kib,kjb->...ij", rows, directions)
         unit = self.as_matrix(self.scale.square().expand(self.loc.shape))
         diagonal = moment.diagonal(dim1=-2, dim2=-1) @ unit.mT
         return self.alpha * low_rank + torch.diag_embed(diagonal)

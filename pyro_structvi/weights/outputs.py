@@ -217,7 +217,9 @@ def dense_output_variance(out: int, covariance: Tensor, linear_map: LinearMap, x
     rows = rows.unflatten(0, (linear_map.groups, -1))
     patches = linear_map.bank(x, torch.eye(size, dtype=x.dtype, device=x.device))
     patches = patches.movedim(channel_dim, -1).unflatten(-1, (linear_map.groups, size))
-    variance = torch.einsum("...ga,goab,...gb->...go", patches, rows, patches)
+    # Two products: torch has graphs of one batch size only for einsum of three tensors.
+    half = torch.einsum("...ga,goab->...gob", patches, rows)
+    variance = torch.einsum("...gob,...gb->...go", half, patches)
     return variance.flatten(-2).movedim(-1, channel_dim)
 
 

@@ -38,6 +38,34 @@ def test_the_exported_module_takes_batches_of_any_size(name):
             torch.testing.assert_close(exported.module()(x), moments(x))
 
 
+CONVOLUTIONS = {
+    "dense": lambda: [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)],
+    "grouped": lambda: [nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Conv2d(4, 2, 2), nn.Flatten()],
+    "units": lambda: [nn.Flatten(), nn.Linear(32, 3), nn.Tanh(), nn.Linear(3, 2)],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("net", "make_guide", "covariance"),
+    [
+        ("dense", ps.KTiedGuide, "diagonal"),
+        ("grouped", ps.FullCovarianceGuide, "diagonal"),
+        ("units", ps.LowRankGuide, "full"),
+    ],
+)
+def test_products_of_a_batch_are_exported_for_any_size(net, make_guide, covariance):
+    x = torch.randn(5, 2, 4, 4)
+    net = nn.Sequential(*CONVOLUTIONS[net]())
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=5)
+    moments = ps.moments.NetMoments(model, make_guide(model, init_scale=0.3), covariance).eval()
+    with torch.no_grad():
+        batch = torch.export.Dim("batch")
+        exported = torch.export.export(moments, (x,), strict=False, dynamic_shapes=({0: batch},))
+        for own in (x[:3], x.repeat(2, 1, 1, 1)):
+            torch.testing.assert_close(exported.module()(own), moments(own))
+
+
 class Pooled(nn.Module):
     def __init__(self):
         super().__init__()
