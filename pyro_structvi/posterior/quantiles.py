@@ -12,6 +12,7 @@ from pyro_structvi.linalg.quadrature import find_root, gauss_jacobi
 from pyro_structvi.weights.torch_distributions import base_of, map_tensors, skip_validation
 
 NUM_DRAWS = 2000  # observations, if a distribution has no inverse distribution function
+FAR = 1000  # roundings, below which the probability of a tail needs double precision
 LARGEST_RATIO = 1e18  # whose square is finite in single precision
 MOST_DF = 200  # degrees of freedom: half as many terms, or a quadrature
 NODES = 16  # of the quadrature, with a relative error below 1e-8 up to so many degrees of freedom
@@ -19,8 +20,11 @@ NODES = 16  # of the quadrature, with a relative error below 1e-8 up to so many 
 
 def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
     """Return quantiles ``(Q, N, *event)`` of the mixture, as roots or from samples."""
+    like = base_of(likelihood).mean
+    is_far = float(torch.minimum(q, 1 - q).min()) < FAR * torch.finfo(like.dtype).eps
+    dtype = torch.float64 if is_far else like.dtype
     # A copy without checks, since values between draws may be outside of the support at one of them.
-    base = map_tensors(base_of(likelihood), lambda tensor: tensor.view_as(tensor))
+    base = map_tensors(base_of(likelihood), lambda tensor: tensor.to(dtype).view_as(tensor))
     skip_validation(base)
     levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
     try:
@@ -41,11 +45,11 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
 
     found = find_root(excess, parts.amin(1), parts.amax(1))
     if not parts.requires_grad:
-        return found
+        return found.to(like)
     # The derivative of the root is that of a step of Newton's method, which is zero there.
     density = base.log_prob(found.unsqueeze(1)).exp().mean(1).detach()
     step: Tensor = excess(found) / density.clamp_min(torch.finfo(density.dtype).tiny)
-    return found - (step - step.detach())
+    return (found - (step - step.detach())).to(like)
 
 
 def _functions_of(base: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:

@@ -59,6 +59,20 @@ def test_ends_of_an_interval_have_levels_in_double_precision():
     assert one.item() == pytest.approx(expected[0], rel=1e-14)
 
 
+@pytest.mark.parametrize("level", [1e-9, 1e-6, 0.3, 1 - 1e-6, 1 - 1e-9])
+@pytest.mark.parametrize("df", [None, 3.0, 4.5])
+def test_far_quantiles_of_single_precision_are_finite_and_right(df, level):
+    loc, scale = torch.tensor([[-1.0], [2.0]], dtype=torch.float32), torch.tensor(0.5).float()
+    noise = (
+        dist.Normal(loc, scale) if df is None else StudentT(torch.tensor(df).float(), loc, scale)
+    )
+    found = mixture_quantile(noise, torch.tensor([level]))
+    own = norm(loc.numpy(), 0.5) if df is None else t(df, loc.numpy(), 0.5)
+    expected = brentq(lambda value: own.cdf(value).mean() - level, -1e6, 1e6, xtol=1e-10)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("df", [torch.tensor([[2.0], [3.0], [4.0], [5.0]]), 1e6])
 def test_other_degrees_of_freedom_have_quantiles_of_samples(df):
     """The standard error of the median of 2,000 draws is below 0.03; five of them."""
