@@ -22,9 +22,9 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     """Return a copy of a fitted mean-field guide with k-tied standard deviations.
 
     Every weight with the family ``MeanField`` gets ``KTied(rank)`` with the same means and the factors
-    of :func:`tie_scales`; other sites keep their posteriors. ``diagnostics.spectra`` suggests a rank.
-    The paper sets negative entries of a truncated singular value decomposition to a small constant;
-    positive factors keep the rank, and are the same for rank 1.
+    of :func:`tie_scales`; other sites, and those with pruned elements, keep their posteriors.
+    ``diagnostics.spectra`` suggests a rank. The paper sets negative entries of a truncated singular
+    value decomposition to a small constant; positive factors keep the rank, and are the same for rank 1.
 
     Raises:
         ValueError: If no weight has mean field, or the guide is a mixture.
@@ -44,7 +44,8 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
 
     def tie(posterior: SitePosterior) -> SitePosterior | None:
         site, q = posterior.site, posterior()
-        if not isinstance(posterior.family, MeanField) or not family.fits(site):
+        is_mean_field = isinstance(posterior.family, MeanField) and not isinstance(q, PrunedNormal)
+        if not is_mean_field or not family.fits(site):
             return None
         rows, columns = tie_scales(q.stddev.flatten(1), rank)
         scales = {"log_row_scale": rows.log(), "log_column_scale": columns.log()}

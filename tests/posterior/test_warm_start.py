@@ -122,6 +122,12 @@ def test_what_is_refused():
     model = make_regressor()
     with pytest.raises(ValueError, match="must have mean field at some weight"):
         warm_start.k_tied_from_mean_field(ps.KTiedGuide(model))
+    pruned = ps.MeanFieldGuide(model)
+    ps.pruning.prune_mean_field(pruned, 0.3)
+    with pytest.raises(
+        ValueError, match=r"mean field at some weight, but has .* PrunedMeanField\(\)"
+    ):
+        warm_start.k_tied_from_mean_field(pruned)
     with pytest.raises(ValueError, match="`scale` must be positive and finite"):
         warm_start.tie_scales(torch.tensor([[1.0, 0.0]]), rank=1)
     with pytest.raises(MemoryError, match="`max_memory`"):
