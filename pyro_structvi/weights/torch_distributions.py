@@ -107,8 +107,12 @@ def tensors_of(distribution: Any) -> list[Tensor]:
     def is_plain(value: Any) -> bool:
         if isinstance(value, Distribution):
             return all(map(is_plain, vars(value).values()))
-        plain = (Tensor, Number, str, type(None), torch.Size, Constraint, *WITHOUT_TENSORS)
-        return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, plain)
+        if isinstance(value, (list, tuple)):  # no change reaches what holds tensors in it
+            return not any(isinstance(each, (Tensor, Distribution)) for each in value) and all(
+                map(is_plain, value)
+            )
+        plain = (Tensor, Number, str, type(None), Constraint, *WITHOUT_TENSORS)
+        return isinstance(value, plain)
 
     def keep(tensor: Tensor) -> Tensor:
         found.append(tensor)

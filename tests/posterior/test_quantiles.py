@@ -7,7 +7,7 @@ import pytest
 import torch
 from pyro.distributions import StudentT
 from scipy.optimize import brentq
-from scipy.stats import norm, t
+from scipy.stats import norm, poisson, t
 
 import pyro_structvi as ps
 from pyro_structvi.posterior.quantiles import mixture_quantile, student_t_cdf
@@ -111,3 +111,20 @@ def test_a_count_without_a_distribution_function_has_quantiles_of_samples():
     probability = 1 - found.likelihood.probs
     level = 1 - (probability ** (found.quantile(0.7) + 1)).mean(0)  # of the mixture at the quantile
     assert ((level > 0.65) & (level < 1)).all()
+
+
+def test_likelihoods_that_keep_tuples_of_numbers_have_samples_and_quantiles():
+    """Zero-inflated counts keep their batch shape as a tuple, continuous Bernoulli its limits."""
+    found = predict_of(
+        lambda mean: dist.ZeroInflatedPoisson(mean.exp(), gate=mean.sigmoid()), torch.ones(5)
+    )
+    gate, rate = found.likelihood.gate.numpy(), found.likelihood.base_dist.rate.numpy()
+    assert gate.shape == (7, 5)
+    np.testing.assert_allclose(found.mean, ((1 - gate) * rate).mean(0))
+    level = (gate + (1 - gate) * poisson.cdf(found.quantile(0.8).numpy(), rate)).mean(0)
+    assert (level > 0.75).all()
+    assert found.sample_observations(2).shape == (14, 5)
+    half = torch.full((5,), 0.5)
+    found = predict_of(lambda mean: dist.ContinuousBernoulli(logits=mean), half)
+    level = found.likelihood.cdf(found.quantile(0.3)).mean(0)
+    torch.testing.assert_close(level, torch.full_like(level, 0.3))
