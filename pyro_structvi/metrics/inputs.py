@@ -21,10 +21,12 @@ def checked_probabilities(name: str, probabilities: Tensor) -> Tensor:
     rounding = max(1e-3, torch.finfo(probabilities.dtype).eps ** 0.5)
     wrong = ~(off <= rounding)  # NaN too
     if bool(wrong.any()):
-        index = int(wrong.nonzero()[0])
+        advice = "`logits.softmax(-1)` for logits"
+        if probabilities.shape[1] == 1:
+            advice = "`torch.cat([1 - p, p], -1)` for probabilities p of binary labels"
         raise ValueError(
             f"`{name}` must be at least 0 and sum to 1 over the classes, but row "
-            f"{index} is not. Pass `logits.softmax(-1)` for logits."
+            f"{int(wrong.nonzero()[0])} is not. Pass {advice}."
         )
     return double.clamp(0, 1)
 

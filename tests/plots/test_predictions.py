@@ -123,6 +123,7 @@ WRONG = (
 WRONG_CLASSES = (
     ([[0.9, 0.2]], [0], "`probabilities` must be at least 0 and sum to 1 .* row 0 is not"),
     ([[0.5, 0.5], [1.5, -0.5]], [0, 0], "row 1 is not. Pass `logits.softmax"),
+    ([[0.3], [0.9]], [0, 1], r"Pass `torch.cat\(\[1 - p, p\], -1\)` for probabilities p of binary"),
     ([[0.5, 0.5]], [2], "`y` must hold whole numbers of at least 0 and below 2"),
     ([[0.5, 0.5]], [0, 1], r"`y` must have shape \(N,\) = \(1,\).*, beside `probabilities`"),
 )
