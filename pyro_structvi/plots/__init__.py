@@ -3,7 +3,7 @@
 Each function takes tensors, arrays or lists of numbers, draws into the matplotlib axes ``ax``, and
 returns them. Without axes it makes a figure that belongs to no window: ``ax.figure`` shows it at the
 end of a notebook's cell, and ``ax.figure.savefig("figure.png")`` saves it. Existing labels of axes are
-kept.
+kept, and further curves in the same axes have other colours.
 """
 
 from pyro_structvi.plots.fits import plot_elbo, plot_importance, plot_scale_matrix
