@@ -50,20 +50,45 @@ def random_input(*shape, full=False):
     return RandomTensor(loc, variance, Settings(full_covariance=True), covariance)
 
 
+def known(value):
+    """Return a random tensor without variance."""
+    return RandomTensor(value, torch.zeros_like(value), Settings())
+
+
 def part_of(x, index=slice(None)):
-    """Return mean and covariance of a random tensor, or of one of its examples."""
+    """Return mean and covariance of all elements of a random tensor, or of one of its examples."""
     loc = x.loc[index]
-    if x.covariance is not None:
-        return loc, x.covariance[index]
-    return loc, torch.diag(x.variance[index].flatten())
+    if x.covariance is None:
+        return loc, torch.diag(x.variance[index].flatten())
+    return loc, torch.block_diag(*x.covariance[index].reshape(-1, *x.covariance.shape[-2:]))
+
+
+def assert_moments(found, loc, covariance, **tolerance):
+    """Compare a random tensor with mean and covariance of all elements, where it has one."""
+    torch.testing.assert_close(found.loc, loc, **tolerance)
+    variance = covariance.diagonal().reshape(loc.shape)
+    torch.testing.assert_close(found.variance, variance, check_stride=False, **tolerance)
+    if found.covariance is not None:
+        torch.testing.assert_close(part_of(found)[1], covariance, **tolerance)
 
 
 def assert_exact(found, function, *parts):
-    """Compare a random tensor with the enumerated moments, and its covariance where it has one."""
-    loc, covariance = enumerated(function, *parts)
-    torch.testing.assert_close(found.loc, loc, rtol=1e-10, atol=1e-12)
-    variance = covariance.diagonal().reshape(loc.shape)
-    torch.testing.assert_close(found.variance, variance, rtol=1e-10, atol=1e-12)
-    if found.covariance is not None:
-        own = torch.block_diag(*found.covariance.reshape(-1, *found.covariance.shape[-2:]))
-        torch.testing.assert_close(own, covariance, rtol=1e-10, atol=1e-12)
+    """Compare with the enumerated moments of a function of independent parts."""
+    assert_moments(found, *enumerated(function, *parts), rtol=1e-10, atol=1e-12)
+
+
+def assert_tangent(found, function, x):
+    """Compare with ``f(m)`` and ``J S J'``, the moments of an affine function or of a tangent."""
+    (mean, covariance), loc = part_of(x), function(x.loc)
+    matrix = torch.func.jacrev(function)(mean).reshape(loc.numel(), -1)
+    expected = matrix @ covariance @ matrix.mT
+    if found.covariance is not None:  # of each row, which may be there twice
+        expected = expected * torch.block_diag(*torch.ones_like(found.covariance))
+    assert_moments(found, loc, expected)
+
+
+def assert_same(found, expected, **tolerance):
+    """Compare two random tensors."""
+    for name in ("loc", "variance", "covariance"):
+        own, other = (getattr(each, name) for each in (found, expected))
+        torch.testing.assert_close(own, other, check_stride=False, **tolerance)

@@ -9,7 +9,15 @@ import pyro_structvi as ps
 from pyro_structvi.moments import RandomTensor, Settings
 from pyro_structvi.moments.layers import maximum_of_two
 from pyro_structvi.posterior.one_pass import MomentsWarning
-from tests.moments.signs import assert_exact, part_of, random_input
+from tests.moments.signs import (
+    assert_exact,
+    assert_moments,
+    assert_same,
+    assert_tangent,
+    known,
+    part_of,
+    random_input,
+)
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{MomentsWarning.__module__}.MomentsWarning")
 
@@ -113,76 +121,52 @@ def test_batch_norm_by_running_statistics_is_exact():
     torch.testing.assert_close(found.variance, expected)
 
 
-# Each with the shape of its input, and the number of elements that are normalized together.
+# Each with the shape of its input, and the groups of elements that are normalized together.
 NORMS = {
-    "layer": (nn.LayerNorm(5), (2, 3, 5), 5),
-    "layer over two dimensions": (nn.LayerNorm((3, 5)), (2, 3, 5), 15),
-    "group": (nn.GroupNorm(2, 4), (3, 4, 5), 10),
-    "rms": (nn.RMSNorm(5), (2, 3, 5), 5),
+    "layer": (nn.LayerNorm(5), (2, 3, 5), 1),
+    "layer over two dimensions": (nn.LayerNorm((3, 5)), (2, 3, 5), 1),
+    "group": (nn.GroupNorm(2, 4), (3, 4, 5), 2),
+    "rms": (nn.RMSNorm(5), (2, 3, 5), 1),
+    "layer, full": (nn.LayerNorm(6), (3, 6), 1),
+    "group, full": (nn.GroupNorm(2, 6), (3, 6), 2),
+    "rms, full": (nn.RMSNorm(6), (3, 6), 1),
 }
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_normalizations_divide_by_the_expected_square_about_the_mean(name):
-    """By definition, with the matrix that takes the mean off; without variance it is torch's."""
-    norm, shape, size = NORMS[name]
-    norm = norm.double()
-    x = random_input(*shape)
+    """By definition, with the matrix that takes the means off; without variance it is torch's."""
+    norm, shape, groups = NORMS[name]
+    norm, x = norm.double(), random_input(*shape, full="full" in name)
     for part in norm.parameters():
         part.data.copy_(torch.rand(part.shape) + 0.5)
-    center = torch.eye(size) - (0 if name == "rms" else 1 / size)
-    loc = x.loc.reshape(-1, size) @ center
-    variance = x.variance.reshape(-1, size) @ center.square()
-    root = (loc.square() + variance).mean(-1, keepdim=True).add(norm.eps or 1e-16).sqrt()
-    found = norm(x)
-    shift = norm(torch.zeros(shape))
-    slope = norm.weight.reshape(-1, 1) if name == "group" else norm.weight
-    torch.testing.assert_close(found.loc, slope * (loc / root).reshape(shape) + shift)
-    expected = slope.square() * (variance / root.square()).reshape(shape)
-    torch.testing.assert_close(found.variance, expected)
-    known = norm(RandomTensor(x.loc, torch.zeros_like(x.loc), Settings()))
-    torch.testing.assert_close(known.loc, norm(x.loc))
-    assert (known.variance == 0).all()
-
-
-def correlated(*shape):
-    root = torch.randn(*shape, shape[-1])
-    covariance = root @ root.mT
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return RandomTensor(torch.randn(shape), variance, Settings(True), covariance)
-
-
-UNITS = {
-    "layer": (nn.LayerNorm(6), 1, True),
-    "group": (nn.GroupNorm(2, 6), 2, True),
-    "rms": (nn.RMSNorm(6), 1, False),
-}
-
-
-@pytest.mark.parametrize("name", UNITS)
-def test_normalizations_keep_the_covariance_of_units(name):
-    """By the matrix that takes the averages off."""
-    norm, groups, center = UNITS[name]
-    norm, x = norm.double(), correlated(3, 6)
-    for part in norm.parameters():
-        part.data.copy_(torch.rand(part.shape) + 0.5)
-    average = torch.block_diag(*torch.ones(groups, 6 // groups, 6 // groups)) * groups / 6
-    matrix = torch.eye(6) - average if center else torch.eye(6)
-    loc, covariance = x.loc @ matrix, matrix @ x.covariance @ matrix.mT
+    size = torch.Size(shape[1:] if isinstance(norm, nn.GroupNorm) else norm.weight.shape).numel()
+    average = torch.block_diag(*torch.ones(groups, size // groups, size // groups)) * groups / size
+    matrix = torch.eye(size) - (0 if "rms" in name else average)
+    (loc, covariance), found = part_of(x), norm(x)
+    rows = [slice(start, start + size) for start in range(0, loc.numel(), size)]
+    covariance = matrix @ torch.stack([covariance[row, row] for row in rows]) @ matrix.mT
+    loc = loc.reshape(-1, size) @ matrix
     squares = loc.square() + covariance.diagonal(dim1=-2, dim2=-1)
-    scale = norm.weight / (squares @ average + (norm.eps or 1e-16)).sqrt()
-    found = norm(x)
-    shift = 0 if name == "rms" else norm.bias
-    torch.testing.assert_close(found.loc, loc * scale + shift)
+    weight = norm.weight.flatten().repeat_interleave(size // norm.weight.numel())
+    scale = weight / (squares @ average + (norm.eps or 1e-16)).sqrt()
     expected = covariance * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    torch.testing.assert_close(found.covariance, expected)
-    torch.testing.assert_close(found.variance, expected.diagonal(dim1=-2, dim2=-1))
+    shift = norm(torch.zeros(shape))
+    assert (found.covariance is not None) == ("full" in name)
+    assert_moments(found, (loc * scale).reshape(shape) + shift, torch.block_diag(*expected))
+    without = norm(known(x.loc))
+    torch.testing.assert_close(without.loc, norm(x.loc))
+    assert (without.variance == 0).all()
 
 
 def test_a_product_of_independent_tensors_keeps_the_covariance_of_units():
     """``E[x_i y_i x_j y_j]`` is the product of two expectations."""
-    x = correlated(3, 4)
-    for y in (correlated(3, 4), correlated(4), correlated(3, 1)):
+    x = random_input(3, 4, full=True)
+    for y in (
+        random_input(3, 4, full=True),
+        random_input(4, full=True),
+        random_input(3, 1, full=True),
+    ):
         means = [part.loc.expand(3, -1) for part in (x, y)]
         a, b = (mean.unsqueeze(-1) * mean.unsqueeze(-2) for mean in means)
         product = means[0] * means[1]
@@ -209,26 +193,14 @@ def test_dropout_in_training_has_the_moments_over_what_is_dropped(function):
 
 
 @pytest.mark.parametrize("function", [F.softmax, F.log_softmax], ids=["softmax", "logarithm"])
-def test_the_softmax_is_that_of_the_means_with_the_variance_of_its_tangent(function):
-    x = random_input(2, 4)
+@pytest.mark.parametrize("full", [False, True], ids=["diagonal", "full"])
+def test_the_softmax_is_that_of_the_means_with_the_moments_of_its_tangent(function, full):
+    x = random_input(2, 4, full=full)
     found = function(x, dim=-1)
-    for index in range(2):
-        matrix = torch.func.jacrev(lambda value: function(value, dim=-1))(x.loc[index])
-        torch.testing.assert_close(found.loc[index], function(x.loc[index], dim=-1))
-        torch.testing.assert_close(found.variance[index], matrix.square() @ x.variance[index])
+    assert (found.covariance is not None) == full
+    assert_tangent(found, lambda value: function(value, dim=-1), x)
     torch.testing.assert_close(x.softmax(-1).loc, torch.softmax(x, -1).loc)
     torch.testing.assert_close(nn.Softmax(1)(x).loc, x.loc.softmax(1))
-
-
-@pytest.mark.parametrize("function", [F.softmax, F.log_softmax], ids=["softmax", "logarithm"])
-def test_the_softmax_keeps_the_covariance_of_units(function):
-    x = correlated(3, 4)
-    found = function(x, dim=-1)
-    for index in range(3):
-        matrix = torch.func.jacrev(lambda value: function(value, dim=-1))(x.loc[index])
-        expected = matrix @ x.covariance[index] @ matrix.mT
-        torch.testing.assert_close(found.covariance[index], expected)
-        torch.testing.assert_close(found.variance[index], expected.diagonal())
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -240,12 +212,6 @@ def composed(q, k, v, mask=None, scale=None):
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return torch.matmul(F.softmax(scores, -1), v)
-
-
-def assert_same(found, expected):
-    assert torch.isfinite(found.loc + found.variance).all()
-    torch.testing.assert_close(found.loc, expected.loc)
-    torch.testing.assert_close(found.variance, expected.variance)
 
 
 def test_attention_is_the_composition_of_its_parts():
@@ -279,8 +245,8 @@ def test_multi_head_attention_is_the_composition_of_its_parts(need_weights):
     mixed = composed(q, k, v, mask).transpose(1, 2).flatten(2)
     assert_same(found, layer.out_proj(mixed))
     assert (weights is not None) == need_weights
-    known = RandomTensor(x.loc, torch.zeros_like(x.loc), Settings())
-    found = layer(known, known, known, attn_mask=~mask)[0]
+    point = known(x.loc)
+    found = layer(point, point, point, attn_mask=~mask)[0]
     torch.testing.assert_close(found.loc, layer(x.loc, x.loc, x.loc, attn_mask=~mask)[0])
     assert (found.variance < 1e-12).all()
 
@@ -382,10 +348,6 @@ RECURRENT = {
 def recurrent(name):
     kind = name.partition(",")[0]
     return getattr(nn, kind)(3, 4, **RECURRENT[name])
-
-
-def known(value):
-    return RandomTensor(value, torch.zeros_like(value), Settings())
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -493,8 +455,7 @@ def test_dropout_between_layers_is_that_of_a_dense_net():
         part.load_state_dict(own)
     expected, _ = parts[1](F.dropout(parts[0](known(x))[0], 0.5, True))
     output, _ = layer(known(x))
-    torch.testing.assert_close(output.loc, expected.loc)
-    torch.testing.assert_close(output.variance, expected.variance)
+    assert_same(output, expected)
     assert expected.variance.min() > 0
 
 
