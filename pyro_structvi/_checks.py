@@ -344,12 +344,6 @@ def check_cholesky_factor(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_positive_number(name: str, value: Any) -> float:
-    """Return ``value`` as a float, or raise unless it is one finite number above zero."""
-    check(name, value, Positive)
-    return float(value)
-
-
 def check_same_kind(name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
     """Raise a ``ValueError`` unless both tensors share device and dtype."""
     check(name, tensor, Tensor)

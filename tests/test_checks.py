@@ -39,8 +39,7 @@ def test_arguments_that_fit_pass():
     for check, *arguments in FIT:
         getattr(checks, f"check_{check}")("x", *arguments)
     for value in (2, 0.5, 1e-300):
-        found = checks.check_positive_number("rate", value)
-        assert (found, type(found)) == (value, float)
+        checks.check("rate", value, checks.Positive)
     checks.check("rank", 1, checks.Count)
     assert [checks.shape_text(shape) for shape in ((), [3, 2])] == ["()", "(3, 2)"]
 
@@ -72,7 +71,7 @@ BESIDE = "`x` must have shape (N,) = (1,), but got (2,), beside `y`."
         refused("`x` must be lower tri", "cholesky_factor", double([1.0, 0.5], [2.0, 1.0])),
         refused("`x.diagonal()` must be pos", "cholesky_factor", double([1.0, 0.0], [2.0, 0.0])),
         *(
-            refused(f"`x` must be a positive number, but got {each!r}.", "positive_number", each)
+            refused(f"`x` must be a positive number, but got {each!r}.", "", each, checks.Positive)
             for each in (0, -1.0, NAN, INF, True, "1", None)
         ),
         *(

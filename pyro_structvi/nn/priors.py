@@ -21,7 +21,6 @@ from pyro_structvi._checks import (
     check,
     check_broadcastable,
     check_positive,
-    check_positive_number,
 )
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.weights.torch_distributions import (
@@ -213,8 +212,8 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
             f"`{label}` must be a standard deviation, a FanIn, a HierarchicalScale, a "
             f"distribution, a function or a mapping, but got {brief(prior)}."
         )
-    scale = torch.full((), check_positive_number(label, prior), dtype=parameter.dtype)
-    return resolve_prior(scale, name, parameter)
+    check(label, prior, Positive)
+    return resolve_prior(torch.full((), prior, dtype=parameter.dtype), name, parameter)
 
 
 def check_constant(label: str, value: Tensor) -> None:

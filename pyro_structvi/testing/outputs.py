@@ -13,7 +13,7 @@ from pyro_structvi.maps import Arrangement, BiasColumnMap, ConvolutionMap, Dense
 from pyro_structvi.moments.linear import with_column
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.testing.noise import draw_with_noise
-from pyro_structvi.testing.weights import Subject, has_image
+from pyro_structvi.testing.weights import Subject, dense_of_batch, has_image
 from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 
@@ -113,13 +113,10 @@ def check_rearranged(s: Subject) -> None:
         s.equal(f"{rule} has the shapes of stack and weight", shapes, arrangement.split_shape)
         order = arrangement(torch.arange(shape.numel()).reshape(shape)).flatten()
         s.close(f"{rule} has the mean in another order", found.mean, arrangement(s.mean))
-        whole = torch.block_diag(
-            *found.covariance_matrix.reshape(-1, *found.covariance_matrix.shape[-2:])
-        )
-        expected = s.covariance[order][:, order]
+        covariance, expected = found.covariance_matrix, s.covariance[order][:, order]
+        whole = dense_of_batch(covariance)
         s.close(f"{rule} has the covariance in another order", whole, expected)
-        mean, covariance = found.mean, found.covariance_matrix
-        s.compare_draws(f"draws of {rule}", found.rsample, mean, covariance)
+        s.compare_draws(f"draws of {rule}", found.rsample, found.mean, covariance)
 
 
 def check_layers(s: Subject) -> None:

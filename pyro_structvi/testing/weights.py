@@ -102,8 +102,7 @@ class Subject(Contract):
                 rule = f"{name} are linear in normal noise, like the weight"
                 return self.fail(rule, True, False)
             self.close(f"{name} have their mean", found.mean, mean.expand_as(found.mean))
-            blocks = covariance.reshape(-1, *covariance.shape[-2:])
-            same = torch.block_diag(*torch.ones_like(blocks.detach()))
+            same = dense_of_batch(torch.ones_like(covariance.detach()))
             between = torch.where(same > 0, torch.zeros(()), found.covariance)
             rule = f"{name} are independent between weights of a batch, or examples"
             self.close(rule, between, torch.zeros_like(between), False)
@@ -243,7 +242,7 @@ def check_kl(s: Subject) -> None:
     q, shape, batch = s.q, s.mean.shape, len(s.q.batch_shape)
     if not s.is_normal:
         return _check_kl_of_draws(s)
-    one, loc, scale = torch.ones(shape), torch.randn(shape), torch.rand(shape) + 0.5
+    loc, scale = torch.randn(shape), torch.rand(shape) + 0.5
     of_weight = scale.flatten(batch)[..., 0].reshape(*q.batch_shape, *(1 for _ in q.event_shape))
     of_rows = of_weight
     if s.event_dim > 1:
@@ -255,34 +254,28 @@ def check_kl(s: Subject) -> None:
         "of one scale for each output": Normal(0 * of_rows, of_rows),
     }
     dense = MultivariateNormal(s.mean.flatten(batch), s.covariance)
+
+    def exact(prior: Normal) -> Tensor:
+        if s.kl is not None:
+            return s.kl(q, prior.mean, prior.stddev)
+        variances = torch.diag_embed(prior.variance.flatten(batch))
+        return kl_divergence(dense, MultivariateNormal(prior.mean.flatten(batch), variances))
+
     for name, prior_of in priors.items():
         plain = prior_of.expand(shape)
-        prior_loc, prior_scale = one * prior_of.mean, one * prior_of.stddev
-        if s.kl is not None:
-            expected = s.kl(q, prior_loc, prior_scale)
-        else:
-            covariance = torch.diag_embed(prior_scale.flatten(batch).square())
-            expected = kl_divergence(
-                dense, MultivariateNormal(prior_loc.flatten(batch), covariance)
-            )
         rule = f"`kl_divergence(q, p)` is E_q[log q - log p], for a normal p {name}"
         for prior in (Independent(plain, s.event_dim), plain):
-            s.close(rule, kl_divergence(q, prior), expected)
+            s.close(rule, kl_divergence(q, prior), exact(plain))
     if not batch and s.event_dim == 2 and shape[-1] > 1:
-        weight, bias = (Normal(loc[cut], scale[cut]) for cut in (COLUMNS, BIAS))
-        joined, p = JoinedPrior(weight, bias), Normal(loc, scale)
-        expected = s.kl(q, loc, scale) if s.kl is not None else kl_divergence(q, p)
-        s.close(
-            "a joined prior has the KL of the priors of weight and bias",
-            kl_divergence(q, joined),
-            expected,
-        )
+        joined = JoinedPrior(*(Normal(loc[cut], scale[cut]) for cut in (COLUMNS, BIAS)))
+        rule = "a joined prior has the KL of the priors of weight and bias"
+        s.close(rule, kl_divergence(q, joined), exact(priors["with a mean"]))
     whole = Independent(Normal(loc[(0,) * batch], scale[(0,) * batch]), s.event_dim)
     expected = kl_divergence(q, whole.expand(q.batch_shape))
     s.close("one prior serves a batch of weights", kl_divergence(q, whole), expected)
     if isinstance(q, GaussianWeight):
         _check_kl_between(s, dense)
-        student = StudentT(3.0, one, 1.0)
+        student = StudentT(3.0, torch.ones(shape), 1.0)
         for other in (student, Independent(student, s.event_dim)):
             is_closed = is_defined(partial(kl_divergence, q, other))
             s.equal("a KL without closed form is refused", is_closed, False)

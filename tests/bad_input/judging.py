@@ -51,12 +51,14 @@ def judge(case, name, value):
     """Call with one wrong argument; return "clear", "unclear", "silent" or "hung", and the message."""
     arguments = prepared(case) | {name: value}
     try:
-        with limits():
-            call(case, arguments)
+        with limits(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            case.function(**arguments)
     except TookTooLong:
         return "hung", ""
     except Exception as error:
-        return ("clear" if is_clear(error, name) else "unclear"), text_of(error)
+        text = f"{type(error).__name__}: {message_of(error)}"
+        return ("clear" if is_clear(error, name) else "unclear"), text
     return "silent", ""
 
 
@@ -64,16 +66,6 @@ def prepared(case):
     pyro.set_rng_seed(0)
     pyro.clear_param_store()
     return case.arguments()
-
-
-def call(case, arguments):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return case.function(**arguments)
-
-
-def text_of(error):
-    return f"{type(error).__name__}: {message_of(error)}"
 
 
 def message_of(error):

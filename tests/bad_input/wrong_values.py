@@ -118,20 +118,17 @@ def wrong_values(name, valid, parameter):
     """Return wrong values by label; None is left out where the signature allows it."""
     annotation = "" if parameter is None else inspect.formatannotation(parameter.annotation)
     is_positive = bool(re.search("scale|diagonal|variance|prob|tril", name)) and "log" not in name
-    kinds = [
-        (bool, of_flag),
-        (
-            (int, float),
-            lambda number: of_number(number, re.search("float|number|Share", annotation)),
-        ),
-        (str, of_text),
-        (Tensor, lambda tensor: of_tensor(tensor, is_positive)),
-        (Mapping, of_mapping),
-    ]
-    if isinstance(valid, tuple):
-        kinds.append((tuple, of_tuple if valid and isinstance(valid[0], Tensor) else of_shape))
-    make = next((make for kind, make in kinds if isinstance(valid, kind)), of_any)
-    values = make(valid)
+    if isinstance(valid, bool):
+        values = of_flag(valid)
+    elif isinstance(valid, (int, float)):
+        values = of_number(valid, re.search("float|number|Share", annotation))
+    elif isinstance(valid, Tensor):
+        values = of_tensor(valid, is_positive)
+    elif isinstance(valid, tuple):
+        values = (of_tuple if valid and isinstance(valid[0], Tensor) else of_shape)(valid)
+    else:
+        kinds = {str: of_text, Mapping: of_mapping, object: of_any}
+        values = next(make(valid) for kind, make in kinds.items() if isinstance(valid, kind))
     if parameter is not None and (
         parameter.default is None or re.search("None|Optional", annotation)
     ):

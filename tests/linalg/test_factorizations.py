@@ -194,20 +194,15 @@ def test_gradients_are_right_where_all_eigenvalues_are_equal():
 
 
 @pytest.mark.parametrize(("size", "batch"), [(2, ()), (3, (2,)), (6, (2,))])
-def test_orthonormal_rows_are_those_of_the_factored_matrix(batch, size):
-    factor, diagonal = torch.randn(*batch, 3, size), torch.rand(*batch, 3) + 0.2
+def test_orthonormal_rows_are_those_of_the_factored_matrix_with_their_gradients(batch, size):
+    factor = torch.randn(*batch, 3, size, requires_grad=True)
+    diagonal = (torch.rand(*batch, 3) + 0.2).requires_grad_()
     basis, remainder, jitter = OrthonormalRows.apply(factor, diagonal)
     tril = torch.linalg.cholesky(factor @ factor.mT + torch.diag_embed(diagonal.square()))
     close(tril @ basis, factor)
     close(tril @ remainder, torch.diag_embed(diagonal))
     close(basis @ basis.mT + remainder @ remainder.mT, torch.eye(3).expand(*batch, 3, 3))
     assert jitter.eq(0).all()
-
-
-@pytest.mark.parametrize(("size", "batch"), [(2, ()), (6, (2,))])
-def test_gradients_of_orthonormal_rows(batch, size):
-    factor = torch.randn(*batch, 3, size, requires_grad=True)
-    diagonal = (torch.rand(*batch, 3) + 0.2).requires_grad_()
 
     def rows(factor, diagonal):
         return OrthonormalRows.apply(factor, diagonal)[:2]

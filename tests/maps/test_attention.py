@@ -66,9 +66,21 @@ def test_values_are_those_of_torch(attention, padding):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_biases_heads_and_single_examples(bias):
-    for x in (torch.randn(LENGTH, BATCH, SIZE), torch.randn(LENGTH, SIZE)):
-        assert_same(arguments(x, bias, average_attn_weights=bias))
+def test_biases_heads_single_examples_and_other_sequences_of_any_size(bias):
+    x, key, value = torch.randn(3, LENGTH, BATCH, SIZE)
+    average = {"average_attn_weights": bias}
+    sizes = {"q": SIZE, "k": 3, "v": 6}
+    separate = {
+        "key": torch.randn(7, BATCH, 3),
+        "value": torch.randn(7, BATCH, 6),
+        "use_separate_proj_weight": True,
+        "in_proj_weight": None,
+        **{f"{name}_proj_weight": torch.randn(SIZE, size) for name, size in sizes.items()},
+    }
+    other = {"key": key, "value": value}
+    for query, options in ((x, average), (x[:, 0], average), (x, other), (x, {"value": value})):
+        assert_same(arguments(query, bias, **options))
+    assert_same(arguments(x, bias, **separate))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -77,29 +89,6 @@ def test_dropout_is_for_training(training):
     given = arguments(x, dropout_p=0.5, training=training)
     draws = [attention(**given)[0] for _ in range(2)]
     assert torch.equal(*draws) != training
-
-
-def test_keys_and_values_may_have_separate_sizes():
-    query = torch.randn(LENGTH, BATCH, SIZE)
-    key, value = torch.randn(7, BATCH, 3), torch.randn(7, BATCH, 6)
-    separate = {
-        "key": key,
-        "value": value,
-        "use_separate_proj_weight": True,
-        "in_proj_weight": None,
-        "q_proj_weight": torch.randn(SIZE, SIZE),
-        "k_proj_weight": torch.randn(SIZE, 3),
-        "v_proj_weight": torch.randn(SIZE, 6),
-    }
-    assert_same(arguments(query, **separate))
-    assert_same(arguments(query, False, **separate))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_other_sequences_of_the_same_size(bias):
-    query, key, value = torch.randn(3, LENGTH, BATCH, SIZE)
-    assert_same(arguments(query, bias, key=key, value=value))
-    assert_same(arguments(query, bias, value=value))
 
 
 def test_the_hint_of_a_causal_mask_needs_the_mask():

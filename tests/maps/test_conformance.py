@@ -124,17 +124,6 @@ def subject(request, fresh_state):
     return request.param()
 
 
-@pytest.mark.parametrize(
-    "geometry",
-    [{}, {"stride": (1, 3), "padding": (2, 0), "dilation": (2, 1)}],
-    ids=["plain", "uneven"],
-)
-def test_patches_are_those_of_unfold(geometry):
-    x = torch.randn(2, CHANNELS, *SPACES[2])
-    cut = dense.patches(x, KERNELS[2], **geometry)[:, 0].flatten(1, 2)
-    assert torch.equal(cut, F.unfold(x, KERNELS[2], **geometry).mT)
-
-
 def test_a_weight_meets_every_patch(subject):
     matrix, bias, x = subject.randn(OUT), torch.randn(OUT), subject.x
     close(subject.linear_map(x, matrix), subject.outputs(matrix))
