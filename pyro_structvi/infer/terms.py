@@ -23,7 +23,7 @@ from pyro_structvi.moments.integration import (
     likelihood_at_nodes,
     observation_at,
 )
-from pyro_structvi.moments.linear import by_name, member_numbers, posteriors_of, random_values
+from pyro_structvi.moments.linear import member_numbers, posteriors_of, random_values
 from pyro_structvi.moments.net import check_served, output_moments
 from pyro_structvi.moments.random_tensor import Settings
 from pyro_structvi.nn.likelihood import Likelihood
@@ -249,7 +249,7 @@ def expected_terms(
             each = at.likelihood.log_prob(at.y) - excess_of_log_total(output)
             expected = (each * at.scale).sum()
         else:
-            at = likelihood_at_nodes(model, output, by_name(sites), y)
+            at = likelihood_at_nodes(model, output, {site.name: q for site, q in sites}, y)
             observed, likelihood = at_least_single(at.y), in_single(at.likelihood)
             with autocast_off(observed):
                 log_probs = likelihood.log_prob(observed)

@@ -413,12 +413,6 @@ def _adaptive_average_pool(dims: int, input: RandomTensor, output_size: Any) -> 
     return RandomTensor(pool(input.loc, new), pool(input.variance, new) / counts, input.settings)
 
 
-_POOLS: dict[str, Callable[..., RandomTensor]] = {
-    "max": _max_pool,
-    "avg": _average_pool,
-    "adaptive_avg": _adaptive_average_pool,
-}
-
 LAYER_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add", "radd"), _add),
     **dict.fromkeys(("sub", "subtract"), partial(_add, sign=-1)),
@@ -441,9 +435,7 @@ LAYER_RULES: dict[str, Callable[..., Any]] = {
     "log_softmax": partial(_softmax, log=True),
     "scaled_dot_product_attention": _attention,
     **RECURRENT_RULES,
-    **{
-        f"{name}_pool{dims}d": partial(rule, dims)
-        for name, rule in _POOLS.items()
-        for dims in (1, 2, 3)
-    },
+    **{f"max_pool{dims}d": partial(_max_pool, dims) for dims in (1, 2, 3)},
+    **{f"avg_pool{dims}d": partial(_average_pool, dims) for dims in (1, 2, 3)},
+    **{f"adaptive_avg_pool{dims}d": partial(_adaptive_average_pool, dims) for dims in (1, 2, 3)},
 }

@@ -99,11 +99,6 @@ def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
     return [*joint.conditionals("marginals", number=number)]
 
 
-def by_name(sites: Sites) -> dict[str, Any]:
-    """Return the distributions by the names of their sites."""
-    return {site.name: q for site, q in sites}
-
-
 def random_values(sites: Sites, settings: Settings) -> dict[str, Tensor]:
     """Return the value of each site, which is random unless its distribution is a point."""
     values: dict[str, Tensor] = {}

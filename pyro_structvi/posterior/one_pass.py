@@ -28,7 +28,6 @@ from pyro_structvi.moments.integration import (
 )
 from pyro_structvi.moments.linear import (
     Sites,
-    by_name,
     member_numbers,
     posteriors_of,
     random_values,
@@ -132,7 +131,7 @@ def _predict(
     model: Likelihood, sites: Sites, batches: list[Batch], settings: Settings
 ) -> tuple[Any, Values]:
     """Return the likelihood of the last inputs, and the moments of one posterior at all inputs."""
-    values, posteriors = random_values(sites, settings), by_name(sites)
+    values, posteriors = random_values(sites, settings), {site.name: q for site, q in sites}
     parts: list[Values] = []
     likelihood: Any = None
     for (x, *_), y in batches:

@@ -303,29 +303,6 @@ def test_dropout_of_attention_is_that_of_its_weights():
     assert expected.variance.min() > (weights @ v).variance.min()
 
 
-FIRST_IS_PADDING = torch.tensor([[1, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]).bool()
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_multi_head_attention_without_variance_is_torchs(batch_first, need_weights):
-    """Of a sequence to itself or others, with causal and padding masks; weights may be NaN there."""
-    layer = nn.MultiheadAttention(6, 2, batch_first=batch_first, dropout=0.5).eval()
-    shape = (3, 5, 6) if batch_first else (5, 3, 6)
-    x, other, third = (torch.randn(shape) for _ in range(3))
-    for given in ((x, x, x), (x, other, other), (x, other, third)):
-        distinct = {id(value): known(value) for value in given}
-        for mask in (None, ~CAUSAL, torch.randn(5, 5), torch.rand(6, 5, 5).round().bool()):
-            numbers = torch.zeros(3, 5).masked_fill(FIRST_IS_PADDING, -torch.inf)
-            same_kind = mask is not None and mask.is_floating_point()
-            for padding in (None, numbers if same_kind else FIRST_IS_PADDING):
-                options = {"key_padding_mask": padding, "attn_mask": mask}
-                expected = layer(*given, need_weights=need_weights, **options)
-                random = (distinct[id(value)] for value in given)
-                found = layer(*random, need_weights=need_weights, **options)
-                torch.testing.assert_close(locs(found), expected, equal_nan=need_weights)
-
-
 # ---- recurrent layers ----------------------------------------------------------------------------
 
 

@@ -24,6 +24,12 @@ def make(make_guide, outputs=2):
     return model, guide
 
 
+def exported(moments, x):
+    """Return the exported module, for batches of any size."""
+    shapes = ({0: torch.export.Dim("batch")},)
+    return torch.export.export(moments, (x,), strict=False, dynamic_shapes=shapes).module()
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch's own, in tracing
 @pytest.mark.parametrize(
     "name", ["k-tied, k = 2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -32,10 +38,9 @@ def test_the_exported_module_takes_batches_of_any_size(name):
     model, guide = make(GUIDES[name])
     moments = ps.moments.NetMoments(model, guide).eval()
     with torch.no_grad():
-        batch = torch.export.Dim("batch")
-        exported = torch.export.export(moments, (X,), strict=False, dynamic_shapes=({0: batch},))
+        module = exported(moments, X)
         for x in (X[:5], X.repeat(3, 1)):
-            torch.testing.assert_close(exported.module()(x), moments(x))
+            torch.testing.assert_close(module(x), moments(x))
 
 
 CONVOLUTIONS = {
@@ -86,10 +91,9 @@ def test_means_over_positions_are_exported_and_take_numpys_names():
         scale = guide["net.layer.weight"]().variance, guide["net.layer.bias"]().variance
         each = x.square() @ scale[0].mT + scale[1]
         torch.testing.assert_close(variance, each.sum(1) / 25)
-        batch = torch.export.Dim("batch")
-        exported = torch.export.export(moments, (x,), strict=False, dynamic_shapes=({0: batch},))
+        module = exported(moments, x)
         for own in (x[:4], x.repeat(2, 1, 1)):
-            torch.testing.assert_close(exported.module()(own), moments(own))
+            torch.testing.assert_close(module(own), moments(own))
 
 
 class Doubled(nn.Module):
@@ -109,8 +113,7 @@ def test_compiled_moments_are_the_same():
     expected = moments(x)
     torch.testing.assert_close(torch.compile(moments, backend="eager")(x), expected)
     with torch.no_grad():
-        exported = torch.export.export(moments, (x,), strict=False).module()
-        compiled = torch.compile(exported, backend="eager")
+        compiled = torch.compile(exported(moments, x), backend="eager")
         torch.testing.assert_close(compiled(x), expected)
 
 
@@ -184,8 +187,7 @@ def test_a_function_of_a_correlated_weight_is_exported_and_trained():
     guide, x = ps.MatrixNormalGuide(model, init_scale=0.1), torch.randn(5, 3)
     moments = ps.moments.NetMoments(model, guide).eval()
     with torch.no_grad():
-        exported = torch.export.export(moments, (x,), strict=False).module()(x)
-    torch.testing.assert_close(exported, moments(x))
+        torch.testing.assert_close(exported(moments, x)(x), moments(x))
     elbo = ps.StructuredELBO(estimator="moments")
     history = ps.fit(model, guide, (x, torch.randn(5, 4)), num_steps=3, elbo=elbo, progress=False)
     assert torch.tensor(history.elbo).isfinite().all()

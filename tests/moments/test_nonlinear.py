@@ -46,6 +46,15 @@ def random(loc, variance, **options):
     return RandomTensor(loc, torch.as_tensor(variance, dtype=FLOAT64), Settings(), **options)
 
 
+def check_gradients(function, mean, scale):
+    def run(mean, variance):
+        found = function(random(mean, variance))
+        return found.loc, found.variance
+
+    leaves = mean.requires_grad_(), scale.square().requires_grad_()
+    assert torch.autograd.gradcheck(run, leaves, atol=1e-6)
+
+
 def elu(x, alpha=1.0):
     return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
 
@@ -124,14 +133,7 @@ DIFFERENT = ("leaky relu", "clamp", "clamp from above", "elu, alpha", "square", 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_gradients_of_closed_forms(name):
     function, _, kinks, _ = CLOSED[name]
-    mean, scale = cases(kinks, (0.3, 2.0), (-3.0, -0.4, 0.1, 2.0))
-    mean, variance = mean.requires_grad_(), scale.square().requires_grad_()
-
-    def run(mean, variance):
-        found = function(random(mean, variance))
-        return found.loc, found.variance
-
-    assert torch.autograd.gradcheck(run, (mean, variance), atol=1e-6)
+    check_gradients(function, *cases(kinks, (0.3, 2.0), (-3.0, -0.4, 0.1, 2.0)))
 
 
 @pytest.mark.parametrize("name", ["relu", *DIFFERENT])
@@ -216,14 +218,8 @@ def test_rising_functions_are_accurate_at_every_scale(name):
     assert (found.variance >= 0).all()
     near = scale < 0.7 * last
     torch.testing.assert_close(found.variance[near], variance[near], rtol=1e-6, atol=0)
-    mean, scale = cases((0.0,), (0.5 * last, 2 * last, 10.0), (-2.0, -0.3, 0.0, 1.0))
-
-    def run(mean, variance):
-        y = function(random(mean, variance))
-        return y.loc, y.variance
-
-    leaves = mean.requires_grad_(), scale.square().requires_grad_()
-    assert torch.autograd.gradcheck(run, leaves, atol=1e-6)
+    points = cases((0.0,), (0.5 * last, 2 * last, 10.0), (-2.0, -0.3, 0.0, 1.0))
+    check_gradients(function, *points)
 
 
 def test_a_power_without_moments_is_refused():

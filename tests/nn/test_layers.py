@@ -213,30 +213,23 @@ def with_scales(layer, input_scale, output_scale):
     return scaled
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"), [*((make, (3, *shape)) for make, shape in LAYERS), (LAYERS[3][0], (4, 3, 3))]
-)
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
 def test_the_weight_is_scaled_by_an_outer_product(make, shape):
-    layer, x = make(), torch.randn(shape)
+    """For a batch, for one input, and for each example of a batch."""
+    layer, batch = make(), torch.randn(3, *shape)
     before = copy.deepcopy(layer.state_dict())
     ours = rank_one(layer, prior_scale=0.5)
-    trace = poutine.trace(ours).get_trace(x)
-    r, s = (trace.nodes[f"{name}_scale"]["value"] for name in ("output", "input"))
-    expected = with_scales(layer, s, r)(x)
-    torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
+    for x in (batch, batch[0]):
+        trace = poutine.trace(ours).get_trace(x)
+        scales = (trace.nodes[f"{name}_scale"]["value"] for name in ("input", "output"))
+        expected = with_scales(layer, *scales)(x)
+        torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
+    scales = {"input_scale": torch.randn(3, 4), "output_scale": torch.randn(3, len(layer.weight))}
+    examples = zip(batch, *scales.values(), strict=True)
+    expected = torch.stack([with_scales(layer, s, r)(x) for x, s, r in examples])
+    torch.testing.assert_close(poutine.condition(ours, scales)(batch), expected)
     ours.weight.data.zero_()
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
-
-
-@pytest.mark.parametrize(("make", "shape"), LAYERS[1:4])
-def test_scales_for_each_example_are_a_loop(make, shape):
-    layer, x = rank_one(make()), torch.randn(3, *shape)
-    scales = {"input_scale": torch.randn(3, 4), "output_scale": torch.randn(3, len(layer.weight))}
-    loop = [
-        poutine.condition(layer, {name: value[n] for name, value in scales.items()})(x[n : n + 1])
-        for n in range(3)
-    ]
-    torch.testing.assert_close(poutine.condition(layer, scales)(x), torch.cat(loop))
 
 
 def test_one_draw_serves_the_batch_elsewhere():

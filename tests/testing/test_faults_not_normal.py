@@ -8,15 +8,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions import Normal
-from torch.distributions import constraints, register_kl
+from torch.distributions import constraints
 
 from pyro_structvi.extend import Argument, WeightDistribution
 from pyro_structvi.testing import check_distribution, random_weight
-from pyro_structvi.weights.site_distributions import quantiles
-
-
-def fault(base, **members):
-    return type("Faulty", (base,), members)
+from tests.testing.test_planted_faults import fault, with_kl, with_wide_quantiles
 
 
 def make(kind, batch_shape=()):
@@ -56,25 +52,6 @@ class LaplaceWeight(WeightDistribution):
         return ("weight",)
 
 
-class WrongKL(LaplaceWeight):
-    pass
-
-
-@register_kl(WrongKL, Normal)
-@register_kl(WrongKL, torch.distributions.Normal)
-def _cross_entropy_left_out(q, p):
-    return -q.entropy()
-
-
-class LaplaceQuantiles(LaplaceWeight):
-    pass
-
-
-@quantiles.register
-def _of_normals(q: LaplaceQuantiles, probs):
-    return Normal(q.loc, q.variance).icdf(probs.reshape(-1, 1, 1))
-
-
 def of_normals(q):
     return dist.Normal(q.loc, q.variance.sqrt()).to_event(2)
 
@@ -112,8 +89,10 @@ NOT_NORMAL = {
     "the gradient of `rsample` is its derivative": fault(
         LaplaceWeight, rsample=lambda q, n=(): q.loc + (q.base.rsample(n) - q.loc).detach()
     ),
-    "`kl_divergence(q, p)` is E_q[log q - log p]": WrongKL,
-    "`quantiles` have their shares of draws below them": LaplaceQuantiles,
+    "`kl_divergence(q, p)` is E_q[log q - log p]": with_kl(
+        lambda q, p: -q.entropy(), Normal, torch.distributions.Normal, base=LaplaceWeight
+    ),
+    "`quantiles` have their shares of draws below them": with_wide_quantiles(LaplaceWeight),
     "draws have their covariance": fault(
         LaplaceWeight, variance=property(lambda q: q.scale.square())
     ),

@@ -11,7 +11,6 @@ from pyro.distributions import Normal
 from torch.distributions import (
     Independent,
     MultivariateNormal,
-    constraints,
     kl_divergence,
     register_kl,
 )
@@ -94,45 +93,31 @@ def in_default_dtype(q):
     return MeanFieldNormal.variance_sum.__get__(q).to(torch.get_default_dtype())
 
 
-class ReversedKL(MatrixNormal):
-    pass
+def with_kl(divergence, *priors, base=MatrixNormal):
+    """Return a class with a divergence from priors of some types, or from its own."""
+    kind = fault(base)
+    for prior in priors or (kind,):
+        register_kl(kind, prior)(divergence)
+    return kind
 
 
-@register_kl(ReversedKL, Independent)
-@register_kl(ReversedKL, Normal)
-@register_kl(ReversedKL, torch.distributions.Normal)
-def _reversed(q, p):
+def reversed_kl(q, p):
     own = MultivariateNormal(q.loc.flatten(-2), q.covariance_matrix)
     loc, scale = (value.expand(q.loc.shape).flatten(-2) for value in (p.mean, p.stddev))
     return kl_divergence(MultivariateNormal(loc, torch.diag_embed(scale.square())), own)
 
 
-class DoubledKL(MatrixNormal):
-    pass
-
-
-@register_kl(DoubledKL, JoinedPrior)
-def _doubled(q, p):
-    return 2 * kl_divergence(q, p.as_normal())
-
-
-class WithoutTrace(MatrixNormal):
-    pass
-
-
-@register_kl(WithoutTrace, WithoutTrace)
-def _without_trace(q, p):
+def without_trace(q, p):
     log_dets = p.log_det_covariance - q.log_det_covariance
     return 0.5 * (p.mahalanobis(q.mean - p.mean) + log_dets)
 
 
-class WideQuantiles(MatrixNormal):
-    pass
-
-
-@quantiles.register
-def _by_variances(q: WideQuantiles, probs):
-    return Normal(q.loc, q.variance).icdf(probs.reshape(-1, 1, 1))
+def with_wide_quantiles(base):
+    """Return a class whose quantiles take variances for standard deviations."""
+    kind = fault(base)
+    by_variances = lambda q, probs: Normal(q.loc, q.variance).icdf(probs.reshape(-1, 1, 1))  # noqa: E731
+    quantiles.register(kind, by_variances)
+    return kind
 
 
 class Powered(RowwiseNormal):
@@ -184,7 +169,9 @@ FAULTS = {
     "several draws are independent": (
         fault(MatrixNormal, rsample=lambda q, n=(): MatrixNormal.rsample(q).expand(*n, *MATRIX)),
     ),
-    "`kl_divergence(q, p)` is E_q[log q - log p]": (ReversedKL,),
+    "`kl_divergence(q, p)` is E_q[log q - log p]": (
+        with_kl(reversed_kl, Independent, Normal, torch.distributions.Normal),
+    ),
     "`variance` agrees with the draws": (fault(MeanFieldNormal, rsample=variance_as_scale),),
     "`variance` of `image(x)` agrees with W x": (
         fault(MeanFieldNormal, image_around=scale_as_variance),
@@ -207,9 +194,11 @@ FAULTS = {
     "of `image(x)` agrees with W x; gradient with respect to `x`, which is": (
         fault(RowwiseNormal, output_variance=constant_input),
     ),
-    "a joined prior has the KL of the priors of weight and bias": (DoubledKL,),
-    "the KL between two of the class is the KL of dense normals": (WithoutTrace,),
-    "`quantiles` agree with the draws": (WideQuantiles,),
+    "a joined prior has the KL of the priors of weight and bias": (
+        with_kl(lambda q, p: 2 * kl_divergence(q, p.as_normal()), JoinedPrior),
+    ),
+    "the KL between two of the class is the KL of dense normals": (with_kl(without_trace),),
+    "`quantiles` agree with the draws": (with_wide_quantiles(MatrixNormal),),
     "draws of `rows(index)` are independent": (fault(MeanFieldNormal, rows=rows_of_one_noise),),
     "stack=0))` has the covariance in another order": (
         fault(KTiedNormal, rearranged=same_factors),
@@ -290,19 +279,10 @@ class Doubled(Family):
 
     def distribution(self, site, *, loc, log_scale):
         base = dist.Normal(loc, log_scale.exp(), validate_args=False).to_event(site.event_dim)
-        return dist.TransformedDistribution(base, [Twice()], validate_args=False)
+        return dist.TransformedDistribution(base, [WithoutJacobian(0.0, 2.0)], validate_args=False)
 
 
-class Twice(torch.distributions.transforms.Transform):
-    domain = codomain = constraints.real
-    bijective, sign = True, 1
-
-    def _call(self, x):
-        return 2 * x
-
-    def _inverse(self, y):
-        return y / 2
-
+class WithoutJacobian(dist.transforms.AffineTransform):
     def log_abs_det_jacobian(self, x, y):
         return torch.zeros_like(x)
 
