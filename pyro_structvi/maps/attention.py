@@ -69,16 +69,13 @@ def _additive_mask(
     attention_mask: Tensor | None, padding_mask: Tensor | None, query: Tensor
 ) -> Tensor | None:
     """Return the sum of both masks, in the shape of scores ``(batch, heads, length, length)``."""
-    total = None
+    masks = []
     if attention_mask is not None:
-        total = _as_numbers(attention_mask, query)
-        if total.dim() == 3:
-            total = total.unflatten(0, query.shape[:2])
+        own = _as_numbers(attention_mask, query)
+        masks.append(own.unflatten(0, query.shape[:2]) if own.dim() == 3 else own)
     if padding_mask is not None:
-        padding = _as_numbers(padding_mask, query)
-        padding = padding.reshape(query.shape[0], 1, 1, -1)
-        total = padding if total is None else total + padding
-    return total
+        masks.append(_as_numbers(padding_mask, query).reshape(query.shape[0], 1, 1, -1))
+    return sum(masks[1:], masks[0]) if masks else None
 
 
 def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:

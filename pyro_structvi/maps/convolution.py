@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Size, Tensor
 
 from pyro_structvi.linalg.matrices import is_half
-from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
+from pyro_structvi.maps.linear_map import LinearMap
 
 
 def multiply_each(matrices: Tensor, images: Tensor) -> Tensor:
@@ -169,10 +169,6 @@ class ConvolutionMap(LinearMap):
         """Whether scaled inputs and rearranged matrices are smaller than scaled outputs."""
         rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
         return x.numel() + rearranged < outputs.numel()
-
-    def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
-        """Return the map with a bias column; padding would add zeros to a channel of ones."""
-        return BiasColumnMap(self), x
 
     def event_dim(self, outputs: Tensor) -> int:
         return len(self.kernel_shape)

@@ -91,9 +91,9 @@ class LinearMap(ABC):
         )
         return total.reshape(onto.shape)
 
-    @abstractmethod
     def join_bias(self, x: Tensor) -> "tuple[LinearMap, Tensor]":
         """Return map and input for matrices ``(out, in + 1)`` whose last column is a bias."""
+        return BiasColumnMap(self), x
 
     @abstractmethod
     def event_dim(self, outputs: Tensor) -> int:
@@ -228,9 +228,6 @@ class BiasColumnMap(LinearMap):
     ) -> Tensor:
         matrices, biases = _split(matrices, biases)
         return self.linear_map.combine(x, coefficients, matrices, onto, biases)
-
-    def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
-        return BiasColumnMap(self), x
 
     def event_dim(self, outputs: Tensor) -> int:
         return self.linear_map.event_dim(outputs)

@@ -84,8 +84,7 @@ def check_rows(s: Subject) -> None:
     if rows is None:
         return
     s.close("`rows(index)` has the means of the rows", rows.mean, s.mean[index])
-    covariance = s.covariance.reshape(out, size, out, size)
-    own = torch.stack([torch.stack([covariance[i, :, i] for i in each]) for each in index])
+    own = s.covariance.reshape(out, size, out, size)[index, :, index]
     variance = own.diagonal(dim1=-2, dim2=-1)
     s.close("`rows(index)` has the variances of the rows", rows.variance, variance)
     whole = rows.covariance_matrix  # its entries between positions are those of shared noise
@@ -149,13 +148,10 @@ class _Layer:
 
     def places(self, outputs: Tensor, out: int) -> tuple[Tensor, Tensor]:
         """Return the channel and the position of each of the E elements of an event."""
-        dim = self.linear_map.channel_dim
         event = outputs.shape[-self.linear_map.event_dim(outputs) :]
-        positions = [*event]
-        positions.pop(dim)
-        position = torch.arange(event.numel() // out).reshape(positions).unsqueeze(dim)
-        channel = torch.arange(out).reshape(-1, *(1 for _ in range(-1 - dim)))
-        return channel.expand(event).flatten(), position.expand(event).flatten()
+        numbers = torch.arange(event.numel()).reshape(event)
+        rank = numbers.movedim(self.linear_map.channel_dim, 0).flatten().argsort()
+        return rank // (event.numel() // out), rank % (event.numel() // out)
 
 
 def _check_layer(given: Subject, layer: _Layer) -> None:

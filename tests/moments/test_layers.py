@@ -104,21 +104,18 @@ def test_windows_are_torchs():
 
 def test_batch_norm_by_running_statistics_is_exact():
     """Also with a random weight, a product of independent factors, and a random shift."""
-    norm, x = nn.BatchNorm2d(4).eval(), random_input(2, 4, 2, 3)
+    norm, parts = (
+        nn.BatchNorm1d(2).eval(),
+        [random_input(2, 2, 2), random_input(2), random_input(2)],
+    )
     for tensor in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
-        tensor.copy_(torch.rand(4) + 0.5)
-    found, slope = norm(x), norm.weight / (norm.running_var + norm.eps).sqrt()
-    torch.testing.assert_close(found.loc, norm(x.loc))
-    torch.testing.assert_close(found.variance, slope.square().reshape(-1, 1, 1) * x.variance)
-    weight, bias = random_input(4), random_input(4)
-    found = F.batch_norm(x, norm.running_mean, norm.running_var, weight, bias)
-    z = F.batch_norm(x, norm.running_mean, norm.running_var)
-    torch.testing.assert_close(z.loc, F.batch_norm(x.loc, norm.running_mean, norm.running_var))
-    parts = weight.loc, weight.variance, bias.loc, bias.variance
-    m, v, b, c = (part.reshape(-1, 1, 1) for part in parts)
-    torch.testing.assert_close(found.loc, m * z.loc + b)
-    expected = m.square() * z.variance + v * z.loc.square() + v * z.variance + c
-    torch.testing.assert_close(found.variance, expected)
+        tensor.copy_(torch.rand(2) + 0.5)
+    assert_tangent(norm(parts[0]), norm, parts[0])
+
+    def by_statistics(x, *parameters):
+        return F.batch_norm(x, norm.running_mean, norm.running_var, *parameters)
+
+    assert_exact(by_statistics(*parts), by_statistics, *map(part_of, parts))
 
 
 # Each with the shape of its input, and the groups of elements that are normalized together.
@@ -157,23 +154,6 @@ def test_normalizations_divide_by_the_expected_square_about_the_mean(name):
     without = norm(known(x.loc))
     torch.testing.assert_close(without.loc, norm(x.loc))
     assert (without.variance == 0).all()
-
-
-def test_a_product_of_independent_tensors_keeps_the_covariance_of_units():
-    """``E[x_i y_i x_j y_j]`` is the product of two expectations."""
-    x = random_input(3, 4, full=True)
-    for y in (
-        random_input(3, 4, full=True),
-        random_input(4, full=True),
-        random_input(3, 1, full=True),
-    ):
-        means = [part.loc.expand(3, -1) for part in (x, y)]
-        a, b = (mean.unsqueeze(-1) * mean.unsqueeze(-2) for mean in means)
-        product = means[0] * means[1]
-        expected = (x.covariance + a) * (y.covariance + b)
-        expected = expected - product.unsqueeze(-1) * product.unsqueeze(-2)
-        torch.testing.assert_close((x * y).covariance, expected)
-        torch.testing.assert_close((x * y).variance, expected.diagonal(dim1=-2, dim2=-1))
 
 
 # ---- dropout and softmax -------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Linear maps of random inputs by random weights: exact, by enumerating two-point draws of both."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,23 +119,19 @@ VECTORS = (
 
 @pytest.mark.parametrize("number", range(len(VECTORS)))
 def test_a_product_with_a_vector_is_a_dense_layer_with_one_output(number):
+    """Where the factors are multiplied first, their products count as independent."""
     function, root = VECTORS[number], torch.randn(3, 3).tril()
     q = FullNormal(torch.randn(3), root, validate_args=False)
-    mean, covariance, x = q.loc, root @ root.mT, torch.randn(2, 3)
-    factor = 2.0 if number == 2 else 1.0
-    found = function(x, RandomWeight(q, Settings(True)))
-    torch.testing.assert_close(found.variance, factor**2 * ((x @ covariance) * x).sum(-1))
-    known = torch.randn(3)
-    h = random_input(2, 3, full=True)
-    found = function(h, known)
-    expected = torch.einsum("i,bij,j->b", known, h.covariance, known)
-    torch.testing.assert_close(found.variance, factor**2 * expected)
-    if number != 4:
-        found = function(h, RandomWeight(q, Settings(True)))
-        second = h.covariance + h.loc.unsqueeze(-1) * h.loc.unsqueeze(-2)
-        of_input = torch.einsum("i,bij,j->b", mean, h.covariance, mean)
-        expected = of_input + (second * covariance).sum((-2, -1))
-        torch.testing.assert_close(found.variance, factor**2 * expected)
+    part, weight = (q.loc, root @ root.mT), RandomWeight(q, Settings(True))
+    x, known, h = torch.randn(2, 3), torch.randn(3), random_input(2, 3, full=True)
+    calls = (
+        ((x, weight), lambda v: function(x, v), [part]),
+        ((h, known), lambda h: function(h, known), [part_of(h)]),
+        ((h, weight), function, [part_of(h), part]),
+    )
+    for given, exact, parts in calls[: 2 if number == 4 else 3]:
+        found = function(*given)
+        assert_exact(RandomTensor(found.loc, found.variance, Settings()), exact, *parts)
 
 
 def test_a_joint_bias_or_a_weight_that_is_no_longer_its_partner_is_refused():
@@ -210,12 +208,9 @@ def test_a_convolution_of_a_random_input(case):
 
 
 def test_rows_that_are_looked_up():
-    case, index = CASES[-1], torch.tensor([[0, 3], [2, 2]])
+    case, look_up = CASES[-1], partial(F.embedding, torch.tensor([[0, 3], [2, 2]]))
     q = case.make((), (4, 3), FLOAT64)
-    found = F.embedding(index, RandomWeight(q, Settings()))
-    loc, covariance = dense_part(case, q)
-    torch.testing.assert_close(found.loc, loc[index])
-    torch.testing.assert_close(found.variance, covariance.diagonal().reshape(4, 3)[index])
+    assert_exact(look_up(RandomWeight(q, Settings())), look_up, dense_part(case, q))
 
 
 SIZE = 5

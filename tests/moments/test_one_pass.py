@@ -250,16 +250,21 @@ def test_likelihoods_of_single_outputs_are_integrated_over_each(name, x):
         torch.testing.assert_close(found.mutual_information, total - within, rtol=1e-4, atol=1e-7)
 
 
+def second_of_two_classes(loc, covariance):
+    """Return the logit of the second class on a grid, weights, and its probability."""
+    difference = torch.tensor([-1.0, 1.0])
+    scale = (difference @ covariance @ difference).sqrt()
+    logit, weights = grid_of(loc @ difference, scale)
+    return logit, weights, (weights * torch.sigmoid(logit)).sum(0)
+
+
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 def test_two_classes_are_integrated_over_the_difference_of_their_logits(covariance, x):
     model, y = ps.Classifier(linear(), SIZE), torch.tensor([0, 1, 1, 0, 1])
     guide = spread_out(ps.MatrixNormalGuide(model, init_scale=0.3, join_bias=True), x)
     found = ps.predict_moments(model, guide, x, y=y, covariance=covariance)
-    loc, dense_covariance = output_moments(guide, x)  # of a last layer it is known in any case
-    difference = torch.tensor([-1.0, 1.0])
-    scale = (difference @ dense_covariance @ difference).sqrt()
-    logit, weights = grid_of(loc @ difference, scale)
-    p = (weights * torch.sigmoid(logit)).sum(0)
+    # The covariance of a last layer is known in any case.
+    logit, weights, p = second_of_two_classes(*output_moments(guide, x))
     tolerance = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(found.mean, torch.stack([1 - p, p], -1), **tolerance)
     density = torch.where(y == 1, p, 1 - p).log()
@@ -281,11 +286,8 @@ def test_tokens_are_independent_given_the_weights_moments(x):
     tokens, y = torch.tensor([[0, 1, 2], [3, 3, 1]]), torch.tensor([[0, 1, -100], [1, 1, 0]])
     guide = ps.MeanFieldGuide(model, init_scale=0.5)
     found = ps.predict_moments(model, spread_out(guide, tokens), tokens, y=y)
-    loc, covariance = output_moments(guide, net[0](tokens).flatten(0, 1))
-    difference = torch.tensor([-1.0, 1.0])
-    scale = (difference.square() * variances(covariance)).sum(-1).sqrt()
-    logit, weights = grid_of(loc @ difference, scale)
-    p = (weights * torch.sigmoid(logit)).sum(0).reshape(2, 3)
+    p = second_of_two_classes(*output_moments(guide, net[0](tokens).flatten(0, 1)))[-1]
+    p = p.reshape(2, 3)
     torch.testing.assert_close(found.mean[..., 1], p, rtol=1e-5, atol=1e-5)
     each = torch.where(y == 1, p, 1 - p).log().masked_fill(y == -100, 0.0)
     torch.testing.assert_close(found.log_density, each.sum(-1), rtol=1e-4, atol=1e-4)

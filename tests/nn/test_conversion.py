@@ -338,7 +338,7 @@ PADDED = torch.tensor([[0, 4, 4], [1, 2, 3], [4, 4, 4]])
 
 
 @pytest.mark.parametrize("local_reparam", [True, False])
-def test_padding_is_looked_up_as_it_is(local_reparam):
+def test_padding_is_looked_up_as_it_is_and_is_a_row_of_a_plain_net(local_reparam):
     seen = []
     model = ps.Classifier(ps.bayesianize(Bag(), prior={"head.*": None, "*": 1.0}), 3)
     guide = ps.MeanFieldGuide(model, init_scale=0.5, local_reparam=local_reparam)
@@ -353,20 +353,14 @@ def test_padding_is_looked_up_as_it_is(local_reparam):
     assert (prediction.function_variance[:2] > 0).all()
     by_moments = ps.predict_moments(model, guide, x)
     torch.testing.assert_close(by_moments.mean[2], prediction.mean[2])
-
-
-def test_a_plain_net_has_the_row_of_padding():
-    model = ps.Classifier(ps.bayesianize(Bag(), prior=1.0), 3)
-    guide = ps.MeanFieldGuide(model, init_scale=0.5)
     draw = guide.draw()
     plain = guide.to_net(draw)
     assert (plain.embedding.weight[-1] == 2.0).all()
     assert torch.equal(plain.embedding.weight[:-1], draw["net.embedding.weight"][:-1])
     assert [*plain.state_dict()] == [*Bag().state_dict()]
     with guide.sampled(draw):
-        assert torch.equal(plain(PADDED), model.net(PADDED))
-    functions = guide.sample_functions(3)
-    assert functions(PADDED)[:, 1].unique(dim=0).shape[0] == 3
+        assert torch.equal(plain(x), model.net(x))
+    assert guide.sample_functions(3)(x)[:, 1].unique(dim=0).shape[0] == 3
 
 
 def test_a_tied_embedding_has_a_posterior_of_its_row_of_padding():

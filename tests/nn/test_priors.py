@@ -192,10 +192,8 @@ def test_the_site_has_the_prior(name):
     prior, data = PRIORS[name](), regression_data()
     model = with_whole_prior(prior)
     draw = prior.sample()
-    nodes = pyro.poutine.trace(pyro.poutine.condition(model, {"net.0.weight": draw})).get_trace(
-        data[0]
-    )
-    found = nodes.nodes["net.0.weight"]["fn"]
+    nodes = trace_of(poutine.condition(model, {"net.0.weight": draw}), data[0])
+    found = nodes["net.0.weight"]["fn"]
     torch.testing.assert_close(found.log_prob(draw), prior.log_prob(draw))
     guide = ps.MatrixNormalGuide(model, join_bias=False)
     for options in ({}, {"num_particles": 2, "vectorize_particles": True}):
