@@ -122,12 +122,8 @@ class Case:
     def named_parameters(self):
         """Return the parameters that a caller can name."""
         loose = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-        skipped = {"self", "_instance"}
-        return [
-            name
-            for name, parameter in self.parameters.items()
-            if parameter.kind not in loose and name not in skipped
-        ]
+        named = {name for name, each in self.parameters.items() if each.kind not in loose}
+        return named - {"self", "_instance"}
 
 
 def valid(name):

@@ -12,6 +12,17 @@ from tests import dense_oracles as dense
 SIZE = 5
 
 
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 def linear(size=2, inputs=3):
     return ps.bayesianize(nn.Linear(inputs, size), prior=1.0)
 

@@ -10,6 +10,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.moments import RandomTensor, Settings
 from pyro_structvi.moments.rules import LONGEST
+from tests.moments.one_layer import Function
 from tests.moments.signs import assert_same, random_input
 
 
@@ -95,12 +96,8 @@ def test_gradients_are_those_of_torchs_function():
 
 
 def test_a_net_with_an_activation_by_hand_is_the_same_net():
-    class Swish(nn.Module):
-        def forward(self, x):
-            return x * torch.sigmoid(x)
-
     x, found = torch.randn(5, 4), []
-    for activation in (nn.SiLU(), Swish()):
+    for activation in (nn.SiLU(), Function(SAME["swish"][0])):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), activation, nn.Linear(8, 2))
         model = ps.Regressor(ps.bayesianize(net, prior=1.0), 5, 0.1)

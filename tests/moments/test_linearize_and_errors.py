@@ -10,14 +10,10 @@ import pyro_structvi as ps
 from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.moments import NetMoments, RandomTensor, Settings
 from tests.models import HandWritten
+from tests.moments.one_layer import Function
 from tests.moments.signs import assert_tangent, random_input
 
 SIZE = 5
-
-
-class NoRule(nn.Module):
-    def forward(self, x):
-        return torch.cumsum(torch.sinh(x), -1)
 
 
 def regressor(*layers, **options):
@@ -75,20 +71,17 @@ def test_what_has_no_tangent_is_refused():
 
 
 def test_a_module_without_a_rule_is_named():
-    class Twofold(nn.CosineSimilarity):
-        def forward(self, x):
-            return super().forward(x, x + 1)
-
-    model = regressor(nn.Linear(3, 4), NoRule(), nn.Linear(4, 1))
+    without_rule = Function(lambda x: torch.cumsum(torch.sinh(x), -1))
+    model = regressor(nn.Linear(3, 4), without_rule, nn.Linear(4, 1))
     message = (
         r"The function `sinh` has no rule for the moments of a random input, in the module 'net\.1' "
-        r"\(NoRule\)\. Pass `linearize=True` to take its tangent at the mean, or predict with draws\.$"
+        r"\(Function\)\. Pass `linearize=True` to take its tangent at the mean, or predict with draws\.$"
     )
     with pytest.raises(NotImplementedError, match=message):
         predict(model)
     assert torch.isfinite(predict(model, linearize=True).variance).all()
-    model = regressor(nn.Linear(3, 4), Twofold())
-    message = r"`linearize` takes .* in the module 'net\.1' \(Twofold\)\. Predict with draws\.$"
+    model = regressor(nn.Linear(3, 4), Function(lambda x: torch.cosine_similarity(x, x + 1)))
+    message = r"`linearize` takes .* in the module 'net\.1' \(Function\)\. Predict with draws\.$"
     with pytest.raises(NotImplementedError, match=message):
         predict(model, linearize=True)
 

@@ -21,12 +21,12 @@ from pyro_structvi.distributions import (
     KTiedNormal,
     MatrixNormal,
     MeanFieldNormal,
-    PointMass,
     RowwiseNormal,
 )
-from pyro_structvi.extend import Coupling, Family, couple
-from pyro_structvi.families import KTied, MeanField
+from pyro_structvi.extend import couple
+from pyro_structvi.families import KTied, MeanField, Subnetwork
 from pyro_structvi.maps import ConvolutionMap, DenseMap
+from pyro_structvi.structures.subnetwork import JointSubnetwork
 from pyro_structvi.testing import check_distribution, check_family, check_guide, random_weight
 from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.site_distributions import quantiles
@@ -265,26 +265,14 @@ def squared_start(base):
     return lambda own, site, loc, scale: base.init(own, site, loc, scale**2)
 
 
-@dataclass(frozen=True)
-class Doubled(Family):
-    """Twice a normal, by a transform that forgets its derivative."""
-
-    needs = "a real site"
-
-    def fits(self, site):
-        return site.is_real and not site.is_batch
-
-    def init(self, site, loc, scale):
-        return {"loc": loc.clone() / 2, "log_scale": torch.full_like(loc, scale / 2).log()}
-
-    def distribution(self, site, *, loc, log_scale):
-        base = dist.Normal(loc, log_scale.exp(), validate_args=False).to_event(site.event_dim)
-        return dist.TransformedDistribution(base, [WithoutJacobian(0.0, 2.0)], validate_args=False)
-
-
 class WithoutJacobian(dist.transforms.AffineTransform):
     def log_abs_det_jacobian(self, x, y):
         return torch.zeros_like(x)
+
+
+def doubled(own, site, *, loc, log_scale):
+    base = dist.Normal(loc / 2, log_scale.exp() / 2, validate_args=False).to_event(site.event_dim)
+    return dist.TransformedDistribution(base, [WithoutJacobian(0.0, 2.0)], validate_args=False)
 
 
 def of_any_matrix(own, site):
@@ -305,7 +293,7 @@ def of_one_row(own, site, loc, scale):
 
 
 FAMILIES = {
-    "`log_prob` is the log density of the draws": Doubled,
+    "`log_prob` is the log density of the draws": family(distribution=doubled),
     "`fits` accepts a batch of numbers, so `distribution` has its event dimensions": (
         family(
             fits=of_any_matrix,
@@ -381,66 +369,37 @@ class MovesTheSeed(ps.MeanFieldGuide):
         torch.randn(1)
 
 
-class Part(PointMass):
-    """A site that a coupling draws, with a scale."""
-
-    def __init__(self, loc, scale):
-        super().__init__(loc, loc.dim(), validate_args=False)
-        self.scale = scale
-
-    def condition(self, part):
-        return PointMass(*part[:1], self.event_dim, *part[1:], validate_args=False)
+CHANGES = {  # of value, mean and variance
+    "draw": lambda value, mean, variance: (2 * value - mean, mean, variance),
+    "mean": lambda value, mean, variance: (3 * value, 3 * mean, variance),
+    "marginals": lambda value, mean, variance: (value, mean, 9 * variance),
+}
 
 
 @dataclass(frozen=True)
-class OneNumber(MeanField):
-    """All elements of all sites are their means plus their scales times one number."""
+class Planted(Subnetwork):
+    """The elements of all sites have a joint posterior, of which one method is wrong."""
 
-    fault: str = field(default="", compare=False)
-
-    def distribution(self, site, *, loc, log_scale):
-        return Part(loc, log_scale.exp())
+    fault: str = "draw"
 
 
-class OneDraw(Coupling):
-    """Draws the number; one of its methods may be wrong."""
-
-    def __init__(self, sites, fault):
-        super().__init__(sites)
-        self.fault = fault
-
-    def _at(self, at, noise):
-        parts = {name: at[name] for name in self.sites if name in at}
-        return {n: (p.v + p.scale * noise(p), p.v, p.scale.square()) for n, p in parts.items()}
-
-    def sample(self, at, number):
-        noise = torch.randn(())
-        return self._at(at, lambda part: noise)
-
-    def draw(self, at, number):
-        if self.fault == "draw":
-            return self._at(at, lambda part: torch.randn_like(part.scale))
-        return self.sample(at, number)
-
-    def mean(self, at, number):
-        found = self._at(at, lambda part: 0.0)
-        scale = 3.0 if self.fault == "mean" else 1.0
-        return {n: (scale * value, scale * mean, own) for n, (value, mean, own) in found.items()}
-
-    def marginals(self, at, number):
-        found = self._at(at, lambda part: 0.0)
-        scale = 9.0 if self.fault == "marginals" else 1.0
-        return {n: (value, mean, scale * own) for n, (value, mean, own) in found.items()}
+class WronglyJoint(JointSubnetwork):
+    by_marginals = ()  # so that the KL takes values of draws
 
 
 @couple.register
-def _one_draw(family: OneNumber, posteriors, scale):
-    return OneDraw(posteriors, family.fault)
+def _wrongly_joint(family: Planted, posteriors, scale):
+    coupling = WronglyJoint(MeanField(), posteriors, scale)
+    coupling.marginals = coupling.mean
+    right, change = getattr(coupling, family.fault), CHANGES[family.fault]
+    wrong = lambda *at: {name: change(*parts) for name, parts in right(*at).items()}  # noqa: E731
+    setattr(coupling, family.fault, wrong)
+    return coupling
 
 
 def coupled(fault):
     return lambda model, **options: ps.StructuredGuide(
-        model, {"*": OneNumber(fault=fault)}, **options
+        model, {"*": Planted(fault=fault)}, **options
     )
 
 
