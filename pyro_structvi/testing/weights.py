@@ -290,11 +290,8 @@ def _check_kl_between(s: Subject, dense: MultivariateNormal) -> None:
     expected = kl_divergence(
         dense, MultivariateNormal(p.mean.flatten(-s.event_dim), p.covariance_matrix)
     )
-    s.close(
-        "the KL between two of the class is the KL of dense normals",
-        kl_divergence(s.q, p),
-        expected,
-    )
+    rule = "the KL between two of the class is the KL of dense normals"
+    s.close(rule, kl_divergence(s.q, p), expected)
 
 
 # ---- draws that are not linear in normal noise -----------------------------------------------------
@@ -358,9 +355,8 @@ def check_quantiles(s: Subject) -> None:
     found = quantiles(q, levels)
     if s.is_normal:
         deviation = s.covariance.diagonal(dim1=-2, dim2=-1).reshape(s.mean.shape).sqrt()
-        s.close(
-            "`quantiles` agree with the draws", found, normal_quantiles(s.mean, deviation, levels)
-        )
+        expected = normal_quantiles(s.mean, deviation, levels)
+        s.close("`quantiles` agree with the draws", found, expected)
         return
     draws = q.rsample(torch.Size([MANY])).unsqueeze(1)
     share = levels.reshape(-1, *(1 for _ in s.mean.shape)).expand_as(found)

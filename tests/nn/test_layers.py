@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 import pyro_structvi as ps
 from pyro_structvi.nn import RankOneConv2d, RankOneLinear, WalshHadamardConv2d
 from tests.lazy_weights import run_lazily
-from tests.nn.test_conversion import SharedNet, TiedNet, sites_of
+from tests.nn.test_conversion import TiedNet, shared_net, sites_of
 
 KINDS = [ps.WalshHadamard(), ps.RankOne()]
 
@@ -52,7 +52,7 @@ def test_the_first_pattern_that_fits_wins():
 
 @pytest.mark.parametrize("name", ["second", "first.*"])
 def test_a_layer_in_two_places_stays_one(name):
-    net, x = SharedNet(), torch.randn(5, 3)
+    net, x = shared_net(), torch.randn(5, 3)
     bayes_net = ps.bayesianize(net, layers={name: ps.RankOne()})
     assert bayes_net.second is bayes_net.first[0]
     assert len(sites_of(bayes_net)) == 2
