@@ -104,10 +104,8 @@ def test_windows_are_torchs():
 
 def test_batch_norm_by_running_statistics_is_exact():
     """Also with a random weight, a product of independent factors, and a random shift."""
-    norm, parts = (
-        nn.BatchNorm1d(2).eval(),
-        [random_input(2, 2, 2), random_input(2), random_input(2)],
-    )
+    norm = nn.BatchNorm1d(2).eval()
+    parts = [random_input(*shape) for shape in ((2, 2, 2), (2,), (2,))]
     for tensor in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
         tensor.copy_(torch.rand(2) + 0.5)
     assert_tangent(norm(parts[0]), norm, parts[0])

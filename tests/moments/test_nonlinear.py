@@ -363,9 +363,8 @@ def test_derivatives_and_batches():
     inputs = (M.clone().requires_grad_(), V.clone().requires_grad_())
     assert torch.autograd.gradcheck(relu, inputs, rtol=1e-6)
     assert torch.autograd.gradgradcheck(relu, inputs, rtol=1e-6)
-    by_both = (0, 1)
     forward, backward = (
-        made(relu, argnums=by_both)(M, V) for made in (torch.func.jacfwd, torch.func.jacrev)
+        by(relu, argnums=(0, 1))(M, V) for by in (torch.func.jacfwd, torch.func.jacrev)
     )
     torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-14)
     means, variances = torch.stack([M, M - 1]), torch.stack([V, 2 * V])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -107,21 +108,14 @@ def test_heteroscedastic_noise_is_integrated_over_both_variables(df, x):
     mean, weights = grid_of(loc[:, :2], scale[:, :2], 201)
     raw, _ = grid_of(loc[:, 2:], scale[:, 2:], 201)
     weights = (weights * weights.reshape(1, -1, 1)).unsqueeze(-1)
-    noise = F.softplus(raw)
-    made = (
-        dist.Normal(mean.unsqueeze(1), noise)
-        if df is None
-        else dist.StudentT(df, mean.unsqueeze(1), noise)
-    )
+    noise = dist.Normal if df is None else partial(dist.StudentT, df)
+    made = noise(mean.unsqueeze(1), F.softplus(raw))
     log_probs = made.log_prob(y)
     torch.testing.assert_close(found.mean, loc[:, :2])
-    expected_noise = (weights * made.variance).sum((0, 1))
-    torch.testing.assert_close(
-        found.variance, expected_noise + scale[:, :2].square(), rtol=1e-6, atol=1e-8
-    )
+    variance = (weights * made.variance).sum((0, 1)) + scale[:, :2].square()
+    torch.testing.assert_close(found.variance, variance, rtol=1e-6, atol=1e-8)
     value = expected_log_likelihood(model, guide, x, y)
-    expected = (weights * log_probs).sum()
-    torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(value, (weights * log_probs).sum(), rtol=1e-4, atol=1e-4)
     density = (weights.log() + log_probs).flatten(0, 1).logsumexp(0).sum(-1)
     assert (found.log_density - density).abs().max() < 1e-3
 
@@ -457,11 +451,8 @@ def test_a_step_by_moments_draws_no_weight(x):
 def test_classes_without_variance_have_their_probabilities():
     net = ps.bayesianize(torch.nn.Linear(2, 3, bias=False), prior=1.0)
     model = ps.Classifier(net, 2)
-    guide, x, y = (
-        ps.MeanFieldGuide(model),
-        torch.tensor([[0.0, 0.0], [1.0, 0.0]]),
-        torch.tensor([0, 1]),
-    )
+    guide = ps.MeanFieldGuide(model)
+    x, y = torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1])
     prediction = ps.predict_moments(model, guide, x, y=y)
     torch.testing.assert_close(prediction.mean[0], torch.full((3,), 1 / 3))
     assert prediction.log_density.isfinite().all()

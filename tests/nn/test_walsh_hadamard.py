@@ -77,16 +77,11 @@ def assert_examples_are_a_loop(layer, x):
 @pytest.mark.parametrize(("dim", "kernel", "geometry"), GEOMETRIES)
 def test_the_convolution_is_that_of_the_formula(dim, kernel, geometry):
     ours, torchs = getattr(ps.nn, f"WalshHadamardConv{dim}d"), getattr(nn, f"Conv{dim}d")
-    layer, oracle = (
-        spread_diagonals(ours(2, 5, kernel, **geometry)),
-        torchs(2, 5, kernel, **geometry),
-    )
-    x = torch.randn(3, 2, *[5, 6, 7][:dim])
+    layer = spread_diagonals(ours(2, 5, kernel, **geometry))
+    x, oracle = torch.randn(3, 2, *[5, 6, 7][:dim]), torchs(2, 5, kernel, **geometry)
     values, trace = draw_and_run(layer, x)
-    oracle.weight.data, oracle.bias.data = (
-        dense_weight(layer, values["coefficients"]),
-        values["bias"],
-    )
+    oracle.weight.data = dense_weight(layer, values["coefficients"])
+    oracle.bias.data = values["bias"]
     torch.testing.assert_close(trace.nodes["_RETURN"]["value"], oracle(x))
     assert_examples_are_a_loop(layer, x)
 
