@@ -138,8 +138,7 @@ def _frames() -> Iterator[FrameType]:
 
 def without_storage(cls: type[T], shape: torch.Size, like: Tensor) -> T:
     """Return a tensor of a subclass with a shape, dtype and device, and no memory of that size."""
-    stand_in: T = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-    return stand_in
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
 
 def reshape_without_view(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -233,8 +233,7 @@ def _applied(application: Application, is_joint: bool, has_random_input: bool) -
     key = arrangement, is_joint, has_random_input
     formed = weight.applied if isinstance(weight, RandomWeight) else {}
     if key in formed:
-        found: Applied = formed[key]
-        return found
+        return formed[key]
     q: WeightDistribution | None = None
     own = (
         (weight, _same) if isinstance(weight, RandomWeight) else getattr(weight, "of_weight", None)
