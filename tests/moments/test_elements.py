@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-import pyro_structvi as ps
+from pyro_structvi.distributions import MatrixNormal
 from pyro_structvi.moments import RandomTensor, Settings
+from pyro_structvi.moments.linear import RandomWeight
 from pyro_structvi.moments.rules import LONGEST
-from tests.moments.one_layer import Function
 from tests.moments.signs import assert_same, random_input
 
 
@@ -95,15 +94,11 @@ def test_gradients_are_those_of_torchs_function():
     torch.testing.assert_close(*found)
 
 
-def test_a_net_with_an_activation_by_hand_is_the_same_net():
-    x, found = torch.randn(5, 4), []
-    for activation in (nn.SiLU(), Function(SAME["swish"][0])):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 8), activation, nn.Linear(8, 2))
-        model = ps.Regressor(ps.bayesianize(net, prior=1.0), 5, 0.1)
-        guide = ps.MatrixNormalGuide(model, init_scale=0.3)
-        guide.initialize(x, torch.zeros(5, 2))
-        for covariance in ("diagonal", "full"):
-            prediction = ps.predict_moments(model, guide, x, covariance=covariance)
-            found.append((prediction.mean, prediction.function_variance))
-    torch.testing.assert_close(found[:2], found[2:])
+@pytest.mark.parametrize("full", [False, True])
+def test_outputs_of_a_layer_are_elements_like_others(full):
+    q = MatrixNormal(torch.randn(4, 3), torch.rand(4, 4).tril(), torch.rand(3, 3).tril())
+    h = F.linear(random_input(2, 3, full=full), RandomWeight(q, Settings(full)))
+    found = SAME["swish"][0](h)
+    assert (found.covariance is not None) == full
+    assert found.form_covariance is None
+    assert_same(found, F.silu(h))
