@@ -51,16 +51,14 @@ def narrow_variance(q, linear_map, x):
     return variance / 4 if isinstance(linear_map, ConvolutionMap) else variance
 
 
-class DrawnWide(NormalOutputs):
-    """Outputs that are drawn twice as wide as they are scored."""
-
-    def rsample(self, sample_shape=()):
-        noise = torch.randn(self._extended_shape(torch.Size(sample_shape)))
-        return self.loc + 2 * self.scale * noise
+DRAWN_WIDE = fault(  # twice as wide as they are scored
+    NormalOutputs,
+    rsample=lambda y, n=(): y.loc + 2 * y.scale * torch.randn(y._extended_shape(torch.Size(n))),
+)
 
 
 def drawn_wide(q, mean, linear_map, x, bias_variance):
-    kind = NormalOutputs if linear_map.is_dense else DrawnWide
+    kind = NormalOutputs if linear_map.is_dense else DRAWN_WIDE
     return kind(linear_map, mean, q.output_variance(linear_map, x), bias_variance)
 
 
@@ -138,14 +136,14 @@ def doubled_sample(q, sample_shape=()):
     return 2 * RowwiseNormal.rsample(q, sample_shape).detach()
 
 
-class SharedRows(NormalOutputs):
-    def rsample(self, sample_shape=()):
-        return self.loc + self.scale * torch.randn(self.loc.shape[-1])
+SHARED_ROWS = fault(
+    NormalOutputs, rsample=lambda y, n=(): y.loc + y.scale * torch.randn(y.loc.shape[-1])
+)
 
 
 def rows_of_one_noise(q, index):
     loc, variance = (F.embedding(index, table) for table in (q.loc, q.variance))
-    return SharedRows(DenseMap(), loc, variance)
+    return SHARED_ROWS(DenseMap(), loc, variance)
 
 
 def same_factors(q, arrangement):
@@ -342,18 +340,17 @@ def test_a_wrong_family_fails_by_the_rule(rule):
 # ---- guides --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Overconfident(MeanField):
-    """Outputs are drawn without their variance."""
+NARROW = fault(
+    MeanFieldNormal,
+    image_around=lambda q, mean, linear_map, x, bias: NormalOutputs(
+        linear_map, mean, 0 * mean, bias
+    ),
+)
 
-    def distribution(self, site, **parameters):
-        q = super().distribution(site, **parameters)
-        return Narrow(q.loc, q.scale, q.event_dim, validate_args=False)
 
-
-class Narrow(MeanFieldNormal):
-    def image_around(self, mean, linear_map, x, bias_variance):
-        return NormalOutputs(linear_map, mean, 0 * mean, bias_variance)
+def narrow(own, site, **parameters):
+    q = MeanField.distribution(own, site, **parameters)
+    return NARROW(q.loc, q.scale, q.event_dim, validate_args=False)
 
 
 class Missing(ps.MeanFieldGuide):
@@ -404,7 +401,7 @@ def coupled(fault):
 
 
 def overconfident(model, **options):
-    return ps.StructuredGuide(model, {"*": Overconfident()}, **options)
+    return ps.StructuredGuide(model, {"*": family(distribution=narrow)()}, **options)
 
 
 GUIDES = {
