@@ -284,7 +284,15 @@ LSTM_LAYERS = {  # on a CPU
     torch.ops.aten.mkldnn_rnn_layer.default,
     torch.ops.aten.mkldnn_rnn_layer_backward.default,
 }
-PACKING = torch.ops.aten._pack_padded_sequence.default  # reads lengths below the dispatcher
+
+# What reads values below the dispatcher: a record would keep those of its call. The second ones read
+# lengths of packed sequences, or places of cuts, if these are a tensor.
+READERS = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
+READERS_OF_SECOND = {
+    *(torch._pack_padded_sequence, torch._pad_packed_sequence),
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+    *(torch.tensor_split, Tensor.tensor_split),
+}
 
 
 def fast_call(operation: Any) -> Callable[..., Any]:

@@ -55,8 +55,12 @@ def test_reading_a_value_is_an_error_that_names_the_line_and_changes_nothing():
         (lambda x: sum(x[:, 0].tolist()), "reads a tensor's value by `tolist`"),
         (lambda x: len(x[x[:, 0] > 0]), "the size of a result depends on values in `aten.index"),
         (lambda x: len(torch.unique(x)), "the size of a result depends on values in `aten._unique"),
+        (
+            lambda x: torch.tensor_split(x[:, 0], (x[:1, 0] > 0).long())[0].sum(),
+            "reads a tensor's value by `tensor_split`",
+        ),
     ],
-    ids=["numpy", "tolist", "mask", "unique"],
+    ids=["numpy", "tolist", "mask", "unique", "split"],
 )
 def test_values_that_python_reads_on_other_ways_are_refused(read, cause):
     class Reading(nn.Linear):

@@ -1,7 +1,9 @@
 """The engines of fit: which way a step is taken, that it is the same step, and what is said of it."""
 
+import itertools
 import random
 import re
+from functools import partial
 from itertools import product
 
 import pyro
@@ -176,12 +178,61 @@ class Gambling(nn.Linear):
         return super().forward(x) if random.random() < 0.5 else super().forward(-x)
 
 
+class Asking(nn.Linear):
+    """Asks an object of its own, which changes when it is asked."""
+
+    def __init__(self, *sizes, what):
+        super().__init__(*sizes)
+        self.what = what()
+
+    def forward(self, x):
+        return super().forward(x) * (1 if self.what() else 2)
+
+
+class Schedule:
+    calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.calls < 100
+
+
+def rarely():
+    """Return a function that is seldom true, so that few steps would show it."""
+    generator = random.Random(0)
+    return generator.random
+
+
+CALLS = itertools.count()
+
+
+class CountingOutside(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1 if next(CALLS) < 100 else 2)
+
+
+def hooked(*sizes):
+    layer, norms = nn.Linear(*sizes), []
+    layer.register_forward_hook(lambda module, args, out: norms.append(out.detach()))
+    return layer
+
+
+OBJECT = r"a step changes `what` of module \d+, a .*Asking, which a replay would not"
+
+
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
         (Deciding, r"reads a tensor's value, at .*test_engines\.py:\d+, `.*the line at fault`"),
         (Counting, r"a step changes `calls` of module \d+, a .*Counting, which a replay would not"),
         (Gambling, r"a step changes `state` of Python's `random`.*draw random numbers by torch"),
+        (partial(Asking, what=Schedule), OBJECT),
+        (partial(Asking, what=rarely), OBJECT),
+        (
+            CountingOutside,
+            "a step changes `CALLS` of the variables outside, which a replay would not",
+        ),
+        (hooked, "a step changes `norms` of the variables outside, which a replay would not"),
     ],
 )
 def test_what_cannot_be_replayed_stays_eager_and_the_history_says_why(layer, reason, traced_fit):

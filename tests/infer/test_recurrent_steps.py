@@ -1,8 +1,9 @@
-"""LSTMs in recorded steps, in single precision too, where torch has another operation for them."""
+"""Recurrent layers in recorded steps, in single precision too, where torch has other operations."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 import pyro_structvi as ps
 from pyro_structvi.infer.steps.recording import Record
@@ -62,3 +63,16 @@ def test_a_record_is_the_layer(trains):
     assert "aten.mkldnn_rnn_layer.default" in names
     expected = differentiate(other)
     torch.testing.assert_close(record([other]), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM, "padding"])
+def test_lengths_of_packed_sequences_are_not_constants_of_a_record(kind):
+    """Layers run over the lengths of 3, 3, 1, 1 where later ones are 3, 2, 2, 1."""
+    layer = None if kind == "padding" else kind(3, 4)
+
+    def run(data, sizes):
+        packed = PackedSequence(data, sizes)
+        return (pad_packed_sequence(packed)[0] if layer is None else layer(packed)[0].data,)
+
+    with pytest.raises(RuntimeError, match="Python reads a tensor's value by "):
+        Record(run, [torch.randn(8, 3), torch.tensor([4, 2, 2])])

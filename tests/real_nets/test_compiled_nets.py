@@ -42,11 +42,11 @@ def test_compiled_steps_are_those_of_svi(case, guide_name, dtype):
     assert_same(make, data, rtol=rtol, steps=5, optim=optim)
 
 
-def test_lengths_that_determine_sizes_are_named():
+def test_a_read_of_lengths_is_named():
     (case,) = (case for case in CASES if "packed" in case.name)
     model, data = case.make()
     svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO(), backend=None)
-    with pytest.raises(RuntimeError, match=r"the size of a result depends .*nets\.py:\d+"):
+    with pytest.raises(RuntimeError, match=r"reads a tensor's value .*nets\.py:\d+"):
         svi.step(*data), svi.step(*data), svi.step(*data)
 
 

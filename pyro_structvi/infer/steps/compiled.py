@@ -149,7 +149,7 @@ class CompiledStep(EagerStep):
         pairs = [(place, pair) for place, own in after for pair in own]
         changed = [f"`{pair[0]}` of {at}" for at, pair in pairs if pair not in before.get(at, ())]
         if changed:
-            what = ", ".join(changed[:3])
+            what = ", ".join([*dict.fromkeys(changed)][:3])
             self._refuse(
                 call,
                 f"a step changes {what}, which a replay would not; keep values in buffers, change these "

@@ -177,7 +177,6 @@ def _is_pure(node: fx.Node) -> bool:
 def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
     """Refuse operations whose result has as many elements as values determine."""
     has_size_of_values = torch.Tag.dynamic_output_shape in operation.tags
-    has_size_of_values |= operation is _torch.PACKING
     if operation is torch.ops.aten.index.Tensor:
         indexes = [index for index in args[1] if index is not None]
         has_size_of_values = any(index.dtype in (torch.bool, torch.uint8) for index in indexes)
@@ -186,14 +185,20 @@ def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
 
 
 class _RefusesPython(TorchFunctionMode):
-    """Refuses reads of values that are no operation of the dispatcher."""
+    """Refuses reads of values that are no operation of the dispatcher, such as those of lengths."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
+        kwargs = kwargs or {}
+        second = [*args, *kwargs.values()][1:2]
+        if func in _torch.READERS or (func in _torch.READERS_OF_SECOND and _has_integers(second)):
             raise RuntimeError(f"Python reads a tensor's value by `{func.__name__}`")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _has_integers(values: list[Any]) -> bool:
+    return any(isinstance(each, Tensor) and not each.is_floating_point() for each in values)
 
 
 class Record:

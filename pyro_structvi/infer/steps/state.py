@@ -1,10 +1,12 @@
 """The state that a step depends on, the state that it changes, and what puts it back."""
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, MethodType
+from hashlib import blake2b
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,21 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_structvi._torch import all_modules, hook_numbers, made_by_hooks, own_tensors
+from pyro_structvi._torch import (
+    all_modules,
+    forward_hooks,
+    hook_numbers,
+    made_by_hooks,
+    own_tensors,
+)
 from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.family import Family
 from pyro_structvi.weights.site_role import SiteUse
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 STEERING = PLAIN | {BuiltinFunctionType, FunctionType, MethodType}
+BY_IDENTITY = (Tensor, nn.Module, ModuleType, FunctionType, type)
+LIBRARIES = {"torch", "pyro", "pyro_structvi"}
 CONTAINERS = (dict, list, tuple, deque)
 MOST_VALUES = 100  # in a container that is looked at before each step
 # Attributes of every module, lists that torch makes of named tensors, and what guides keep of these.
@@ -83,8 +93,9 @@ class Modules:
         """Return what a pass depends on, as pairs of name and value by place.
 
         That is modules, hooks, plain values, functions, and tensors apart from their values. Other
-        tensors than parameters and buffers belong to it ``with_memory`` only, as all that a pass may
-        leave for the next one. Without it ``id`` stands for tensors, as long as they are alive.
+        tensors than parameters and buffers, objects, and variables of methods and hooks belong to it
+        ``with_memory`` only, as all that a pass may leave for the next one. Without it ``id`` stands for
+        tensors, as long as they are alive.
         """
         identity = same if with_memory else id
         state: State = {}
@@ -93,8 +104,9 @@ class Modules:
             state[place] = tuple([pair for pair in named if type(pair[1]) in PLAIN])
         for number, module in enumerate(self):
             known = OF_TENSORS | made_by_hooks(module) if with_memory else OF_TENSORS
+            contents = _memory if with_memory else _contents
             pairs: list[tuple[Hashable, ...]] = [
-                (name, value if type(value) in STEERING else _contents(value, with_memory))
+                (name, value if type(value) in PLAIN else contents(value))
                 for name, value in vars(module).items()
                 if name not in known
             ]
@@ -103,12 +115,24 @@ class Modules:
                 for name, value in own_tensors(module).items()
             ]
             pairs.append(("hooks", module, *hook_numbers(module)))
+            if with_memory:
+                pairs.append(("hooks", _memory(forward_hooks(module))))
             state[f"module {number}, a {type(module).__name__}"] = (*pairs,)
         if with_memory:
-            of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
-            state["Python's `random`"] = (("state", random.getstate()),)
-            state["NumPy's `random`"] = (("state", of_numpy[1].tobytes(), *of_numpy[2:]),)
+            state |= self._outside()
         return state
+
+    def _outside(self) -> State:
+        """Return variables that functions name, and generators of random numbers, by place."""
+        methods = [each for module in self for each in _functions_of(module)]
+        named = [_named_by(each) for each in (*self._functions, *methods)]
+        variables = [(name, _memory(value)) for own in named for name, value in own.items()]
+        of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
+        return {
+            "the variables outside": (*variables,),
+            "Python's `random`": (("state", random.getstate()),),
+            "NumPy's `random`": (("state", of_numpy[1].tobytes(), *of_numpy[2:]),),
+        }
 
     def saved(self) -> Callable[[], None]:
         """Return a function that puts back the buffers that a pass may change."""
@@ -123,19 +147,48 @@ class Modules:
         return restore
 
 
-def _contents(value: Any, with_memory: bool) -> Hashable:
-    """Return a plain value or a function, or those in a container; in a large one ``with_memory``."""
+def _contents(value: Any) -> Hashable:
+    """Return a plain value or a function, or those in a small container."""
     if type(value) in STEERING or isinstance(value, Family):
         own: Hashable = value
         return own
-    if isinstance(value, CONTAINERS) and (with_memory or len(value) <= MOST_VALUES):
+    if isinstance(value, CONTAINERS) and len(value) <= MOST_VALUES:
         each = value.values() if isinstance(value, dict) else value
-        return tuple([
-            item if type(item) in STEERING else _contents(item, with_memory) for item in each
-        ])
-    if isinstance(value, SiteUse):
-        return (*vars(value).values(),)
-    return same(value) if with_memory and isinstance(value, Tensor) else None
+        return tuple([item if type(item) in STEERING else _contents(item) for item in each])
+    return (*vars(value).values(),) if isinstance(value, SiteUse) else None
+
+
+class _Pickler(pickle.Pickler):
+    """Finds what an object holds: a digest of values, and the rest by identity."""
+
+    def __init__(self) -> None:
+        self.values = blake2b()
+        self.others: list[Any] = []
+        super().__init__(SimpleNamespace(write=self.values.update))
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, BY_IDENTITY):
+            return None
+        self.others.append(value)
+        return len(self.others)
+
+
+def _memory(value: Any) -> Hashable:
+    """Return a key of all that an object holds, as far as it can be pickled."""
+    pickler = _Pickler()
+    with suppress(Exception):  # of any object's own code
+        pickler.dump(value)
+    return pickler.values.digest(), *map(same, pickler.others)
+
+
+def _functions_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of a module, and its methods that torch, Pyro and this package do not define."""
+    yield from forward_hooks(module)
+    kinds = [
+        kind for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in LIBRARIES
+    ]
+    for own in (module, *kinds):
+        yield from (each for each in vars(own).values() if isinstance(each, FunctionType))
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
