@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pyro.poutine as poutine
@@ -23,6 +24,7 @@ POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's
 SHALLOW = 4  # a number of wide weights above which steps are shorter
 LOGARITHMS = 3.0  # the power of that factor for logarithms, above the least factor
 LEAST = 0.005
+OWN = ("_held", "_share", "_step_supports_amp_scaling", "_correlated")  # attributes
 
 
 class StructuredAdam(torch.optim.Optimizer):
@@ -125,6 +127,10 @@ class StructuredAdam(torch.optim.Optimizer):
             if posterior_lr
             for mean, normal in _correlated_means(each)
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, of which torch knows its own part."""
+        return super().__getstate__() | {name: vars(self)[name] for name in OWN}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, each with the steps of its unit.
@@ -285,16 +291,17 @@ def _correlated_means(
     family = posterior.family
     if isinstance(family, LowRank) and family.diagonal == "constant":
         return  # a move along a few directions gains little
-    normals: dict[str, Callable[[], Any]] = {
-        "loc": posterior,
-        "inducing_loc": lambda: posterior().inducing,
-    }
-    for name, normal in normals.items():
-        mean = getattr(posterior, name, None)
+    for name in ("loc", "inducing_loc"):
+        mean, normal = getattr(posterior, name, None), partial(_normal_around, posterior, name)
         if isinstance(mean, nn.Parameter):
             q = normal()
             if isinstance(q, GaussianWeight) and not isinstance(q, IndependentWeight):
                 yield mean, normal
+
+
+def _normal_around(posterior: SitePosterior, name: str) -> Any:
+    """Return the present Gaussian of a posterior whose mean has a name."""
+    return posterior() if name == "loc" else posterior().inducing
 
 
 def _at_most(size: float | Tensor, move: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
-"""Groups of parameters of ``StructuredAdam``: those that are added, and those of a saved state."""
+"""Groups of parameters of ``StructuredAdam`` that are added, its saved states and its copies."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import pyro_structvi as ps
-from tests.models import make_regressor
+from tests.models import make_regressor, regression_data
 
 
 def rates_of(optimizer):
@@ -37,6 +38,27 @@ def take_step(optimizer):
     for number, group in enumerate(optimizer.param_groups):
         group["params"][0].grad = torch.arange(6.0).reshape(3, 2) + number
     optimizer.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda all: pickle.loads(pickle.dumps(all))])
+@pytest.mark.parametrize("make_guide", [ps.RowwiseGuide, ps.InducingWeightGuide])
+def test_a_copy_of_guide_and_optimizer_takes_the_steps_of_the_original(make_guide, copied):
+    model, data = make_regressor(), regression_data()
+    guide = make_guide(model)
+    optimizer = ps.StructuredAdam(guide.parameters(), guide, warm_up=9)
+
+    def train(guide, optimizer):
+        torch.manual_seed(0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ps.StructuredELBO().differentiable_loss(model, guide, *data).backward()
+            optimizer.step()
+        return [*guide.parameters()]
+
+    train(guide, optimizer)
+    other = copied((guide, optimizer))
+    expected = [value.detach().clone() for value in train(guide, optimizer)]
+    assert all(map(torch.equal, train(*other), expected))
 
 
 def test_groups_that_are_added_have_their_units():

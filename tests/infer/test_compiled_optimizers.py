@@ -136,6 +136,12 @@ def test_optimizers_that_cannot_be_one_are_refused():
         TypeError, match=r"gradients of one pass, but LBFGS .* `torch\.optim\.Adam`"
     ):
         ps.fit(model, guide, regression_data(), num_steps=1, optimizer=torch.optim.LBFGS)
+    svi = ps.CompiledSVI(model, guide, pyro.optim.AdagradRMSProp({}), ps.StructuredELBO())
+    for _ in range(2):
+        with pytest.raises(
+            TypeError, match=r"a learning rate `lr`, but AdagradRMSProp has .*'eta'"
+        ):
+            svi.step(*regression_data())
     used = adam()
     SVI(model, guide, used, ps.StructuredELBO()).step(*regression_data())
     with pytest.raises(ValueError, match="has the state of single parameters"):

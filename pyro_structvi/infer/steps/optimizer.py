@@ -25,7 +25,8 @@ class OneOptimizer:
         pyro: The Pyro optimizer, if one was given.
 
     Raises:
-        TypeError: If it is neither, or a learning rate schedule of Pyro's, or needs a closure.
+        TypeError: If it is neither, or a learning rate schedule of Pyro's, needs a closure, or has no
+            learning rate.
         ValueError: If the Pyro optimizer has the state of single parameters.
     """
 
@@ -53,6 +54,7 @@ class OneOptimizer:
             )
         self.forget_gradients()
         self._clips: list[tuple[nn.Parameter, Callable[[nn.Parameter], None]]] = []
+        self.check_rates()
         self._first_rates = [group["lr"] for group in self.groups]
 
     @property
@@ -99,8 +101,14 @@ class OneOptimizer:
         return float(self.groups[0]["lr"])
 
     def check_rates(self) -> None:
-        """Raise a ``ValueError`` unless each learning rate is a finite number of at least 0."""
-        for rate in (group["lr"] for group in self.groups):
+        """Raise unless each group has a learning rate, a finite number of at least 0."""
+        for group in self.groups:
+            if "lr" not in group:
+                raise TypeError(
+                    f"`optim` must have a learning rate `lr`, but {type(self.torch).__name__} has the "
+                    f"options {[*group][1:]}. Take one such as `pyro.optim.Adam({{'lr': 1e-3}})`."
+                )
+            rate = group["lr"]
             if not isinstance(rate, Tensor) and not 0 <= rate < math.inf:
                 raise ValueError(
                     f"The learning rate `lr` must be a finite number of at least 0, but got {rate}."
