@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
@@ -104,6 +106,27 @@ def test_a_buffer_that_forward_replaces_is_refused_before_anything_changes():
     assert model.net.average is buffer
     torch.testing.assert_close([*guide.parameters()], before, rtol=0, atol=0)
     assert svi.loss.step == 2
+
+
+class Experiment:
+    """Has a model as a method, and counts its calls."""
+
+    calls = 0
+
+    def model(self):
+        self.calls += 1
+        pyro.sample("mean", dist.Normal(0.0, 1.0 if self.calls < 100 else 2.0))
+
+    def guide(self):
+        pyro.sample("mean", dist.Normal(pyro.param("loc", torch.zeros(())), 1.0))
+
+
+def test_the_object_of_a_method_is_looked_at():
+    own = Experiment()
+    svi = ps.CompiledSVI(own.model, own.guide, adam(), ps.StructuredELBO(), backend=None)
+    svi.step(), svi.step()
+    with pytest.raises(RuntimeError, match="a step changes `model` of the variables outside"):
+        svi.step()
 
 
 @pytest.mark.parametrize(
