@@ -20,6 +20,8 @@ from pyro_structvi.infer.history import History
 from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.validation import Measurements, load_parts, parts_state, plain
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.random_module import prior_buffers
 from pyro_structvi.posterior.files import write_atomically
 
 FORMAT = 3
@@ -27,6 +29,9 @@ FORMAT = 3
 # Options of an optimizer that say how it computes, depend on the number of steps, or are compared
 # otherwise.
 NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable", "warm_up"}
+
+STANDARDS = {f"{data}_{part}" for data in ("input", "target") for part in ("mean", "scale")}
+OF_LIKELIHOOD = STANDARDS | {"noise_scale", "class_weights"}  # buffers that no step changes
 
 
 @dataclass(frozen=True)
@@ -246,6 +251,14 @@ class CheckpointFile:
 
     def _check(self, run: Run, saved: Mapping[str, Any]) -> None:
         """Raise unless settings, parameters and the schedules of the steps taken are as they were."""
+        for name, own in _constants(run.loss):
+            given = saved["model"].get(name)
+            is_alike = given is not None and (given.shape, given.dtype) == (own.shape, own.dtype)
+            if is_alike and not torch.equal(given, own.cpu()):
+                raise ValueError(
+                    f"`checkpoint` must go on with what it was begun with, but `{name}` of the model "
+                    f"has other values here than in '{self._path}'. Pass the same, or another path."
+                )
         for name, own in plain("optimizer", run.settings).items():
             self._check_same(name, own, saved["settings"].get(name))
         elbo, rate = run.loss.elbo, run.optimizer.rate
@@ -267,6 +280,19 @@ class CheckpointFile:
                 f"`checkpoint` must go on with what it was begun with, but {name} is {own!r} here, and "
                 f"{saved!r} in '{self._path}'. Pass the same, or another path."
             )
+
+
+def _constants(loss: Loss) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of priors and likelihood, by their keys in the model's state dict.
+
+    The state would replace them, so that another prior or noise scale would change nothing.
+    """
+    model = dict(loss.named_children()).get("model")
+    for path, part in () if model is None else model.named_modules():
+        own = part.named_buffers(recurse=False) if isinstance(part, Likelihood) else ()
+        given = [(name, buffer) for name, buffer in own if name in OF_LIKELIHOOD]
+        for name, buffer in (*given, *prior_buffers(part)):
+            yield f"{path}.{name}".removeprefix("."), buffer
 
 
 def _as_tensor(values: list[Any]) -> Any:

@@ -422,10 +422,17 @@ def buffers_that_change(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+def prior_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a module, without its children, that define priors."""
+    starts = (*(f"{attribute}_prior_" for attribute in declared_samples(module)),)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name.startswith(starts):
+            yield name, buffer
+
+
 def keep_priors_only(module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Remove draws from a state dict and add priors, if a module writes its weights into it."""
-    buffers = dict(module.named_buffers(recurse=False))
     for attribute in declared_samples(module):
         state.pop(prefix + attribute, None)
-        for name in (name for name in buffers if name.startswith(f"{attribute}_prior_")):
-            state.setdefault(prefix + name, buffers[name].detach())
+    for name, buffer in prior_buffers(module):
+        state.setdefault(prefix + name, buffer.detach())

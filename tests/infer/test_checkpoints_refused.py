@@ -71,6 +71,14 @@ def one_scale_for_each_target():
             {"guide": Frozen},
             r"the parameters that are trained is \[.*\] here, and \[.*0/weight.loc",
         ),
+        (
+            {"model": lambda: make_regressor(25, prior=2.0)},
+            "`net.0.weight_prior_scale` of the model has other values here than in",
+        ),
+        (
+            {"model": lambda: make_regressor(25, noise_scale=0.2)},
+            "`noise_scale` of the model has other values here than in",
+        ),
         ({"model": wide}, r"size mismatch for posteriors.net"),
         ({"model": one_scale_for_each_target}, r"size mismatch for noise_scale"),
         (
