@@ -251,10 +251,11 @@ class CheckpointFile:
 
     def _check(self, run: Run, saved: Mapping[str, Any]) -> None:
         """Raise unless settings, parameters and the schedules of the steps taken are as they were."""
+        model = saved["model"] or {}
         for name, own in _constants(run.loss):
-            given = saved["model"].get(name)
-            is_alike = given is not None and (given.shape, given.dtype) == (own.shape, own.dtype)
-            if is_alike and not torch.equal(given, own.cpu()):
+            given = model.get(name, own)
+            is_alike = (given.shape, given.dtype) == (own.shape, own.dtype)
+            if is_alike and not torch.equal(given.cpu(), own.cpu()):
                 raise ValueError(
                     f"`checkpoint` must go on with what it was begun with, but `{name}` of the model "
                     f"has other values here than in '{self._path}'. Pass the same, or another path."

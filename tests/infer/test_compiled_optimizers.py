@@ -211,6 +211,8 @@ def test_state_that_an_optimizer_makes_late_is_refused_and_nothing_changes():
                 return super().step(closure)
             return None
 
+        step.__module__ = torch.optim.Adam.__module__  # as if it were torch's own
+
     model, guide = make_k_tied()
     data = regression_data()
     guide.initialize(*data)
@@ -225,6 +227,31 @@ def test_state_that_an_optimizer_makes_late_is_refused_and_nothing_changes():
     torch.testing.assert_close(dict(guide.state_dict()), before, rtol=0, atol=0)
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), draws)
+
+
+class Lookahead(torch.optim.Adam):
+    """Goes halfway back every third step."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        before = [value.detach().clone() for value in self.param_groups[0]["params"]]
+        loss, self.calls = super().step(closure), self.calls + 1
+        for value, own in zip(self.param_groups[0]["params"], before, strict=True):
+            value.data.lerp_(own, 0.5 * (self.calls % 3 == 0))
+        return loss
+
+
+def test_a_step_of_a_class_of_others_runs_in_every_step():
+    found = []
+    for compiled in (False, "traced"):
+        pyro.set_rng_seed(0)
+        model, guide = make_k_tied()
+        optimizer = partial(Lookahead, fused=True)
+        options = {"num_steps": 110, "lr": 0.01, "compiled": compiled, "progress": False}
+        ps.fit(model, guide, regression_data(), optimizer=optimizer, **options)
+        found.append([*guide.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])

@@ -79,10 +79,12 @@ class OneOptimizer:
     def can_be_recorded(self) -> bool:
         """Whether a replay can update, and leave all as it is by a number on the device.
 
-        It would leave out the hooks of other code.
+        It would leave out what Python does in a step of other code, and in hooks.
         """
         own = self.torch
-        return own is not None and can_skip_updates(own) and not runs_hooks(own)
+        if own is None or not type(own).step.__module__.startswith(("torch.", "pyro_structvi.")):
+            return False
+        return can_skip_updates(own) and not runs_hooks(own)
 
     def state(self) -> list[Hashable]:
         """Return what an update depends on, apart from rates, with tensors by ``id``."""
