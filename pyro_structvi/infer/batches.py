@@ -199,7 +199,9 @@ class Feed:
             self.epoch, self.taken = self.epoch + 1, 0
 
     def _pass(self) -> Iterator[Any]:
-        getattr(self._sampler, "set_epoch", lambda epoch: None)(self.epoch)
+        whole = getattr(self.loader, "batch_sampler", None)
+        for sampler in (self._sampler, whole, getattr(whole, "sampler", None)):
+            getattr(sampler, "set_epoch", lambda epoch: None)(self.epoch)
         if self._is_exact:
             self._sampler.start = self.taken * self.loader.batch_size
         return iter(self.loader)

@@ -110,9 +110,24 @@ def test_a_data_set_of_mini_batches_does_not_tell_the_number_of_examples():
         ps.fit(model, ps.MeanFieldGuide(model), loader, num_steps=1, progress=False)
 
 
-def test_the_epoch_of_a_sampler_is_set():
+class Shuffled(BatchSampler):
+    """Has an order of its own for each epoch."""
+
+    def set_epoch(self, epoch):
+        self.sampler = torch.randperm(20, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda own: {"batch_size": 20, "sampler": own},
+        lambda own: {"batch_sampler": BatchSampler(own, 20, False)},
+        lambda own: {"batch_sampler": Shuffled(own, 20, False)},
+    ],
+)
+def test_the_epoch_of_a_sampler_is_set(options):
     data = TensorDataset(torch.arange(20))
-    loader = DataLoader(data, batch_size=20, sampler=DistributedSampler(data, 1, 0, seed=3))
+    loader = DataLoader(data, **options(DistributedSampler(data, 1, 0, seed=3)))
     ((first,), _), ((second,), _) = islice(Feed(loader, None), 2)
     assert first.tolist() != second.tolist()
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(20))
