@@ -137,8 +137,16 @@ class StructuredAdam(torch.optim.Optimizer):
 
         Args:
             param_group: The parameters, ``params``, and options for them.
+
+        Raises:
+            ValueError: If it has another ``clip``, which is of all gradients together.
         """
-        given = param_group["params"]
+        given, clip = param_group["params"], self.defaults["clip"]
+        if param_group.get("clip", clip) != clip:
+            raise ValueError(
+                f"`clip` must be {clip}, as of all parameters, whose gradients are clipped together, "
+                f"but got {param_group['clip']!r}. Write `StructuredAdam(..., clip=...)`."
+            )
         # A saved state has parameters by their places in the groups, which do not depend on the unit of
         # a start: it is another one after training.
         groups = defaultdict(list)

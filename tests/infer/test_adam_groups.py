@@ -75,3 +75,12 @@ def test_groups_that_are_added_have_their_units():
     waiting = [group["params"] for group in optimizer.param_groups if group["warm_up"]]
     lower = {value for name, value in guide.named_parameters() if name.endswith("lower")}
     assert {value for own in waiting for value in own} == lower
+
+
+def test_a_group_has_no_clipping_of_its_own():
+    guide = ps.RowwiseGuide(make_regressor())
+    first, second, *_ = guide.parameters()
+    optimizer = ps.StructuredAdam([first], guide, clip=2.0)
+    optimizer.add_param_group({"params": second, "clip": 2.0})
+    with pytest.raises(ValueError, match=r"`clip` must be 2\.0, as of all parameters.* got None"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.ones(3)), "clip": None})
