@@ -172,6 +172,22 @@ class Options:
     values: list[int]
 
 
+def test_gradients_of_arguments_are_not_left_out():
+    """Those of a part that has an optimizer of its own, in front of the model."""
+    before, (x, y) = nn.Linear(3, 3), regression_data()
+    model, guide = make_k_tied()
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None, fallback=True)
+    svi.step(before(x), y), svi.step(before(x), y)
+    with pytest.warns(
+        CompileFallbackWarning, match=r"an argument takes a gradient.* or detach it. The"
+    ):
+        svi.step(before(x), y)
+    for _ in range(3):
+        before.zero_grad()
+        svi.step(before(x), y)
+        assert before.weight.grad is not None
+
+
 def test_arguments_must_be_tensors_or_hashable():
     model, guide = make_k_tied()
     svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)

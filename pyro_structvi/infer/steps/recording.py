@@ -230,7 +230,7 @@ class Record:
         undo: list[Callable[[], None]] | None = None,
     ) -> None:
         # Aliases, since a tensor in two roles would be one input in both.
-        apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
+        apart = [value.detach() for value in inputs]
         recorder = _Recorder(apart, undo)
         with (
             torch.autograd.set_multithreading_enabled(False),
@@ -306,13 +306,14 @@ class NotCompiledError(Exception):
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise an error of a block with its reason, and the line outside of torch and Pyro."""
+    """Raise an error of a block with its reason, and the line outside of torch, Pyro and this folder."""
     try:
         yield
     except Exception as error:
         message = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        folders = (f"{Path(str(each.__file__)).parent}{os.sep}" for each in (torch, pyro))
-        inside = (*folders, __file__, str(_torch.__file__), "<")
+        files = (torch.__file__, pyro.__file__, __file__)
+        folders = (f"{Path(str(each)).parent}{os.sep}" for each in files)
+        inside = (*folders, str(_torch.__file__), "<")
         frames = traceback.extract_tb(error.__traceback__)
         outside = [frame for frame in frames if not frame.filename.startswith(inside)]
         if outside:

@@ -176,6 +176,11 @@ class ReplayedStep:
                 f"The parameters are on {self.device}, but an argument is on {elsewhere[0].device}. "
                 "Move it there before the step."
             )
+        if any(value.requires_grad for value in call.tensors):
+            raise RuntimeError(
+                "an argument takes a gradient, which a replay would leave out; make what it is computed "
+                "of a part of the model, or detach it"
+            )
         if any(map(has_gradient_hook, self._parameters)):
             raise RuntimeError(
                 "a parameter has a hook for its `.grad`, which a replay would leave out"
