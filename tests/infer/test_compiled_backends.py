@@ -294,10 +294,10 @@ def test_constants_of_the_host_are_copied_to_a_device_once():
 
     inputs = [torch.zeros(3, device="meta")]
     record = Record(function, inputs)
-    assert all(value.device.type == "meta" for value in record._tensors)
+    assert all(value.device.type == "meta" for value in record.found)
     names = {str(operation) for operation in record.operations}
     assert names == {"aten.mul.Tensor", "aten.add.Tensor"}
-    assert any(value is parameter for value in record._tensors)
+    assert any(value is parameter for value in record.found)
     assert record(inputs)[0].shape == (3,)
 
 

@@ -128,7 +128,8 @@ class CompiledStep(EagerStep):
         stored = map(stored_parameter, self._stored)
         self._alive += [*self._modules.tensors(), *self.optimizer.parameters, *stored]
         key = call.key, self._state()  # now that the parameters are known
-        step = ReplayedStep(self.loss, self.optimizer, self._backend)
+        in_fit = self._num_steps < math.inf
+        step = ReplayedStep(self.loss, self.optimizer, self._backend, not in_fit)
         step.to_come = [self._watch, self._compare, self._compare]  # a record, and a replay
         self.kinds.setdefault(key, []).append(step)
         return numbers

@@ -4,6 +4,7 @@ import linecache
 import operator
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -216,6 +217,7 @@ class Record:
     Attributes:
         outputs: The results of that call.
         graph: The operations.
+        found: The tensors from elsewhere that a call reads or writes.
         written: The tensors that a call writes, such as running statistics.
 
     Raises:
@@ -240,7 +242,7 @@ class Record:
         ):
             self.outputs = function(*apart)
         returned = [recorder.node_of(value) for value in self.outputs]
-        self.graph, self._tensors = recorder.part(returned, with_writes=True)
+        self.graph, self.found = recorder.part(returned, with_writes=True)
         self._run = self._run_operations = _function_of(self.graph)
         reads, self._read_tensors = recorder.part([*recorder.read], with_writes=False)
         self._run_reads, self._read = _function_of(reads), (*recorder.read.values(),)
@@ -249,7 +251,7 @@ class Record:
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """Repeat the call with other inputs of the same shapes."""
         with torch.no_grad(), autocast_off(inputs[0]):  # casts are operations of the record
-            outputs: Outputs = self._run(*inputs, *self._tensors)
+            outputs: Outputs = self._run(*inputs, *self.found)
             return outputs
 
     def holds(self, inputs: Sequence[Tensor]) -> bool:
@@ -281,7 +283,7 @@ class Record:
             raise RuntimeError("torch's LSTM layer on a CPU cannot be compiled")
         module = fx.GraphModule(torch.nn.Module(), deepcopy(self.graph))  # compilers change it
         if backend in ("auto", "inductor"):
-            self._run = _torch.by_inductor(module, [*inputs, *self._tensors])
+            self._run = _torch.by_inductor(module, [*inputs, *self.found])
         else:
             self._run = torch.compile(module, backend=backend, dynamic=False)
 
@@ -311,8 +313,8 @@ def explained() -> Iterator[None]:
         yield
     except Exception as error:
         message = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        files = (torch.__file__, pyro.__file__, __file__)
-        folders = (f"{Path(str(each)).parent}{os.sep}" for each in files)
+        parts = (torch, pyro, sys.modules[__package__])
+        folders = (f"{Path(str(each.__file__)).parent}{os.sep}" for each in parts)
         inside = (*folders, str(_torch.__file__), "<")
         frames = traceback.extract_tb(error.__traceback__)
         outside = [frame for frame in frames if not frame.filename.startswith(inside)]

@@ -74,6 +74,7 @@ class ReplayedStep:
         loss: The loss, after one eager step.
         optimizer: The optimizer.
         backend: See :class:`CompiledSVI`.
+        others_step: Whether other code may use gradients between steps, of what this does not train.
 
     Attributes:
         to_come: How the next steps of this kind are taken, by step and call, before steps are replayed.
@@ -89,8 +90,10 @@ class ReplayedStep:
     is_compiled = False
     eager_seconds = math.inf
 
-    def __init__(self, loss: Loss, optimizer: OneOptimizer, backend: str | None) -> None:
-        self._loss, self._optimizer = loss, optimizer
+    def __init__(
+        self, loss: Loss, optimizer: OneOptimizer, backend: str | None, others_step: bool
+    ) -> None:
+        self._loss, self._optimizer, self._others_step = loss, optimizer, others_step
         self.to_come: list[Callable[[ReplayedStep, Call], list[float]]] = []
         self._parameters = [p for p in optimizer.parameters if p.requires_grad]
         self.device = self._parameters[0].device
@@ -176,16 +179,19 @@ class ReplayedStep:
                 f"The parameters are on {self.device}, but an argument is on {elsewhere[0].device}. "
                 "Move it there before the step."
             )
-        if any(value.requires_grad for value in call.tensors):
-            raise RuntimeError(
-                "an argument takes a gradient, which a replay would leave out; make what it is computed "
-                "of a part of the model, or detach it"
-            )
         if any(map(has_gradient_hook, self._parameters)):
             raise RuntimeError(
                 "a parameter has a hook for its `.grad`, which a replay would leave out"
             )
         records = [Record(partial(self._differentiate, call), inputs, undo)]
+        if self._others_step:
+            own = {id(value) for value in (*self._optimizer.parameters, *self._loss.parameters())}
+            others = [*call.tensors, *(each for each in records[0].found if id(each) not in own)]
+            if any(value.requires_grad for value in others):
+                raise RuntimeError(
+                    "an argument, or a tensor outside of model and guide, takes a gradient, which a "
+                    "replay would leave out; freeze or detach it, or make it a part of the model"
+                )
         outputs = self._laid_out(records[0].outputs)
         if self.updates:
             known = self._optimizer.state()
