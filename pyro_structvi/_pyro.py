@@ -33,16 +33,21 @@ def plates_around() -> Size:
 
     Pyro's objectives and ``Predictive`` put them there, and a net's layers take no such dimensions.
     """
-    handlers = _PYRO_STACK[_FIRST.get() :]
-    frames = [handler for handler in handlers if isinstance(handler, IndepMessenger)]
+    frames = [handler for handler in handlers_around() if isinstance(handler, IndepMessenger)]
     dims = {frame.dim: frame.size for frame in frames if frame.dim is not None and frame.dim < -1}
     return Size([dims.get(dim, 1) for dim in range(min(dims, default=-1), -1)])
 
 
 def inside_plate() -> bool:
     """Whether a vectorized plate is around, so that each particle has a draw of the guide."""
-    handlers = _PYRO_STACK[_FIRST.get() :]
-    return any(isinstance(each, IndepMessenger) and each.dim is not None for each in handlers)
+    around = handlers_around()
+    return any(isinstance(each, IndepMessenger) and each.dim is not None for each in around)
+
+
+def handlers_around() -> list[Any]:
+    """Return the handlers in whose blocks this code runs."""
+    around: list[Any] = _PYRO_STACK[_FIRST.get() :]
+    return around
 
 
 @contextmanager

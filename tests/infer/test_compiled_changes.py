@@ -126,6 +126,27 @@ def test_a_prior_that_is_changed_in_place_is_seen(joined):
     assert losses[4] != pytest.approx(unchanged[4], rel=1e-3)
 
 
+def test_handlers_around_steps_are_seen():
+    """A scale that falls after the fifth of seven steps, as in a user's own annealing."""
+    found = []
+    for compiled in (False, True):
+        pyro.set_rng_seed(0)
+        model, guide = make_k_tied()
+        loss = ps.StructuredELBO()
+        svi = (
+            ps.CompiledSVI(model, guide, adam(), loss, backend=None)
+            if compiled
+            else SVI(model, guide, adam(), loss)
+        )
+        losses = []
+        for scale in [1.0] * 5 + [0.1] * 2:
+            with pyro.poutine.scale(scale=scale):
+                losses.append(svi.step(*regression_data()))
+        found.append(losses)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=0)
+    assert len(steps_of(svi)) == 2
+
+
 def test_another_number_of_particles_is_compiled_apart():
     _, _, svi = train(make_k_tied, regression_data(), compiled=True)
     for expected in (1, 2):

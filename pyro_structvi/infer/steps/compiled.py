@@ -9,12 +9,12 @@ import pyro.poutine as poutine
 import torch
 
 from pyro_structvi._checks import warn_user
-from pyro_structvi._pyro import stored_parameter
+from pyro_structvi._pyro import handlers_around, stored_parameter
 from pyro_structvi.infer.steps.eager import EagerStep, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.recording import NotCompiledError, explained
 from pyro_structvi.infer.steps.replayed import Call, ReplayedStep
-from pyro_structvi.infer.steps.state import saved
+from pyro_structvi.infer.steps.state import memory_of, saved
 
 MOST_KINDS = 32
 STEPS_FOR_TRACING = 100  # to come in a fit; a record costs two to four eager steps
@@ -266,6 +266,7 @@ class CompiledStep(EagerStep):
         parts = [*self._modules.state().values(), *self.optimizer.state()]
         parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
         parts += [id(stored_parameter(name)) for name in self._stored]
+        parts += [(type(each), memory_of(vars(each))) for each in handlers_around()]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
         return tuple(parts)

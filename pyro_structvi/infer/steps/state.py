@@ -104,7 +104,7 @@ class Modules:
             state[place] = tuple([pair for pair in named if type(pair[1]) in PLAIN])
         for number, module in enumerate(self):
             known = OF_TENSORS | made_by_hooks(module) if with_memory else OF_TENSORS
-            contents = _memory if with_memory else _contents
+            contents = memory_of if with_memory else _contents
             pairs: list[tuple[Hashable, ...]] = [
                 (name, value if type(value) in PLAIN else contents(value))
                 for name, value in vars(module).items()
@@ -116,7 +116,7 @@ class Modules:
             ]
             pairs.append(("hooks", module, *hook_numbers(module)))
             if with_memory:
-                pairs.append(("hooks", _memory(forward_hooks(module))))
+                pairs.append(("hooks", memory_of(forward_hooks(module))))
             state[f"module {number}, a {type(module).__name__}"] = (*pairs,)
         if with_memory:
             state |= self._outside()
@@ -131,7 +131,7 @@ class Modules:
             "guide": self._functions[1],
         }  # such as bound methods
         variables = [
-            (name, _memory(value)) for own in (objects, *named) for name, value in own.items()
+            (name, memory_of(value)) for own in (objects, *named) for name, value in own.items()
         ]
         of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
         return {
@@ -179,7 +179,7 @@ class _Pickler(pickle.Pickler):
         return len(self.others)
 
 
-def _memory(value: Any) -> Hashable:
+def memory_of(value: Any) -> Hashable:
     """Return a key of all that an object holds, as far as it can be pickled."""
     pickler = _Pickler()
     with suppress(Exception):  # of any object's own code
