@@ -147,12 +147,13 @@ def test_handlers_around_steps_are_seen():
     assert len(steps_of(svi)) == 2
 
 
-def test_another_number_of_particles_is_compiled_apart():
+@pytest.mark.parametrize(("option", "value"), [("num_particles", 3), ("estimator", "moments")])
+def test_other_options_of_the_objective_are_compiled_apart(option, value):
     _, _, svi = train(make_k_tied, regression_data(), compiled=True)
     for expected in (1, 2):
         svi.step(*regression_data())
         assert len(steps_of(svi)) == expected
-        svi.loss.num_particles = 3
+        setattr(svi.loss, option, value)
 
 
 @pytest.mark.parametrize("make_guide", [ps.KTiedGuide, ps.InducingWeightGuide])

@@ -264,7 +264,8 @@ class CompiledStep(EagerStep):
     def _state(self) -> Hashable:
         """Return everything that a step depends on, apart from its arguments and values of tensors."""
         parts = [*self._modules.state().values(), *self.optimizer.state()]
-        parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
+        elbo = self.loss.elbo
+        parts += [elbo.num_particles, elbo.vectorize_particles, elbo.estimator]
         parts += [id(stored_parameter(name)) for name in self._stored]
         parts += [(type(each), memory_of(vars(each))) for each in handlers_around()]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
