@@ -126,6 +126,59 @@ def test_a_prior_that_is_changed_in_place_is_seen(joined):
     assert losses[4] != pytest.approx(unchanged[4], rel=1e-3)
 
 
+class Masked(nn.Linear):
+    """Has tensors that are no buffers."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.mask, self.masks = torch.ones(3), [torch.ones(3)]
+
+    def forward(self, x):
+        return super().forward(x * self.mask * self.masks[0])
+
+
+@pytest.mark.parametrize("place", ["attribute", "list"])
+def test_tensors_that_are_replaced_are_seen(place):
+    def make():
+        model = ps.Regressor(ps.bayesianize(Masked(), prior=1.0), 12, 0.3)
+        return model, ps.KTiedGuide(model)
+
+    def replace(svi, number):
+        if number == 5 and place == "attribute":
+            svi.model.net.mask = torch.tensor([1.0, 0.0, 2.0])
+        elif number == 5:
+            svi.model.net.masks[0] = torch.tensor([1.0, 0.0, 2.0])
+
+    losses = assert_same(make, regression_data(), steps=10, change=replace)
+    unchanged, *_ = train(make, regression_data(), compiled=True, steps=6)
+    assert losses[5] != pytest.approx(unchanged[5], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dictionary"])
+def test_data_that_a_function_finds_outside_are_seen(kind):
+    """As in a notebook, where a cell defines the next data."""
+    y, given = torch.linspace(0, 3, 10), {}
+
+    def make():
+        nonlocal y
+        y, given["y"] = torch.linspace(0, 3, 10), torch.linspace(0, 3, 10)
+
+        def model():
+            mean = pyro.sample("mean", dist.Normal(torch.zeros(()), 2.0))
+            with pyro.plate("data", 10):
+                observed = y if kind == "tensor" else given["y"]
+                pyro.sample("obs", dist.Normal(mean, 1.0), obs=observed)
+
+        return model, ps.MAPGuide(model)
+
+    def change(svi, number):
+        nonlocal y
+        if number == 5:
+            y, given["y"] = y + 3, y + 3
+
+    assert_same(make, (), steps=10, change=change)
+
+
 def test_handlers_around_steps_are_seen():
     """A scale that falls after the fifth of seven steps, as in a user's own annealing."""
     found = []

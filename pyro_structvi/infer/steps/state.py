@@ -92,18 +92,18 @@ class Modules:
     def state(self, with_memory: bool = False) -> State:
         """Return what a pass depends on, as pairs of name and value by place.
 
-        That is modules, hooks, plain values, functions, and tensors apart from their values. Other
-        tensors than parameters and buffers, objects, and variables of methods and hooks belong to it
-        ``with_memory`` only, as all that a pass may leave for the next one. Without it ``id`` stands for
-        tensors, as long as they are alive.
+        That is modules, hooks, plain values, functions, and tensors apart from their values, for which
+        ``id`` stands as long as they are alive. Objects, and variables of methods and hooks, belong to
+        it ``with_memory`` only, as all that a pass may leave for the next one.
         """
         identity = same if with_memory else id
         state: State = {}
         for place, function in zip(("the model", "the guide"), self._functions, strict=True):
             named = _named_by(function).items()
-            state[place] = tuple([pair for pair in named if type(pair[1]) in PLAIN])
+            state[place] = tuple([(name, _contents(value)) for name, value in named])
         for number, module in enumerate(self):
-            known = OF_TENSORS | made_by_hooks(module) if with_memory else OF_TENSORS
+            computed = made_by_hooks(module)
+            known = OF_TENSORS | computed if computed else OF_TENSORS
             contents = memory_of if with_memory else _contents
             pairs: list[tuple[Hashable, ...]] = [
                 (name, value if type(value) in PLAIN else contents(value))
@@ -154,7 +154,9 @@ class Modules:
 
 
 def _contents(value: Any) -> Hashable:
-    """Return a plain value or a function, or those in a small container."""
+    """Return a plain value, a function, or a tensor by ``id``, or those in a small container."""
+    if isinstance(value, Tensor):
+        return id(value)
     if type(value) in STEERING or isinstance(value, Family):
         own: Hashable = value
         return own
