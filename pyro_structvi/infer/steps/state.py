@@ -126,13 +126,9 @@ class Modules:
         """Return variables that functions name, and generators of random numbers, by place."""
         methods = [each for module in self for each in _functions_of(module)]
         named = [_named_by(each) for each in (*self._functions, *methods)]
-        objects = {
-            "model": self._functions[0],
-            "guide": self._functions[1],
-        }  # such as bound methods
-        variables = [
-            (name, memory_of(value)) for own in (objects, *named) for name, value in own.items()
-        ]
+        objects = dict(zip(("model", "guide"), self._functions, strict=True))  # of bound methods
+        found = [pair for own in (objects, *named) for pair in own.items()]
+        variables = [(name, memory_of(value)) for name, value in found]
         of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
         return {
             "the variables outside": (*variables,),
