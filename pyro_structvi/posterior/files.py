@@ -253,13 +253,13 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
 
 # ---- parts of models -----------------------------------------------------------------------------
 
-OF_TRAINING = (
+OF_TRAINING = {
     "dropout",
     "inplace",
     "momentum",
     "sparse",
     "training",
-)  # settings of torch's modules
+}  # settings of torch's modules
 SETTING = (int, float, str, tuple)
 EMPTY = ("Identity", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "Sequential")
 
