@@ -106,21 +106,28 @@ class BayesianMLP(BaseEstimator):
         for name, expected in OPTIONS.items():
             check(name, getattr(self, name), expected)
         seed = check_random_state(self.random_state).randint(2**31 - 1)
-        self.kl_weight_ = self._chosen_kl_weight(seed, inputs, targets, weights, num_outputs)
-        self.x_scaler_ = StandardScaler().fit(inputs, sample_weight=weights)
-        data = self._as_data(inputs, targets, weights)
         with ONE_THREAD, separate_randomness():
-            torch.manual_seed(seed)
-            net = self._net(inputs.shape[1], num_outputs).to(self.device)
-            self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
-            self.guide_ = self._fitted_guide(data)
-            are_starts = self._has_starts(data) and are_points(self.guide_.all_posteriors())
-            if are_starts and self.prior_df is not None:
-                self._learn_scales(net, self.prior_df, data)
+            self.kl_weight_ = self._chosen_kl_weight(seed, inputs, targets, weights, num_outputs)
+            data = self._fit_guide(seed, inputs, targets, weights, num_outputs)
             if self.posterior == "mixture":
-                self.guide_ = self._fitted_mixture(data)
+                self.guide_ = self._fitted_mixture(self.guide_, data)
             self.draws_ = self._draws(data)
         return self
+
+    def _fit_guide(
+        self, seed: int, inputs: Array, targets: Array, weights: Array | None, num_outputs: int
+    ) -> tuple[Tensor, ...]:
+        """Fit the guide, or the points that chains and mixtures start at, and return scaled data."""
+        torch.manual_seed(seed)
+        self.x_scaler_ = StandardScaler().fit(inputs, sample_weight=weights)
+        data = self._as_data(inputs, targets, weights)
+        net = self._net(inputs.shape[1], num_outputs).to(self.device)
+        self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
+        self.guide_ = self._fitted_guide(data)
+        are_starts = self._has_starts(data) and are_points(self.guide_.all_posteriors())
+        if are_starts and self.prior_df is not None:
+            self._learn_scales(net, self.prior_df, data)
+        return data
 
     def _chosen_kl_weight(
         self, seed: int, inputs: Array, targets: Array, weights: Array | None, num_outputs: int
@@ -138,12 +145,16 @@ class BayesianMLP(BaseEstimator):
             [None if part is None else part[rows] for part in (inputs, targets, weights)]
             for rows in (order[:held_out], order[held_out:])
         )
+        trial = clone(self).set_params(refine=False)  # whose rows may be few enough for chains
+        data = trial._fit_guide(check_random_state(seed).randint(2**31 - 1), *rest, num_outputs)
+        points = trial.guide_
+        _, y, *of_rows = trial._as_data(*held)
 
         def score(kl_weight: float) -> float:
-            own = {"kl_weight": kl_weight, "refine": False, "random_state": seed}
-            trial = clone(self).set_params(**own)
-            trial._fit(*rest, num_outputs)
-            _, y, *of_rows = trial._as_data(*held)
+            trial.kl_weight_ = kl_weight
+            with separate_randomness():  # the same draws for each weight
+                trial.guide_ = trial._fitted_mixture(points, data)
+                trial.draws_ = trial._draws(data)
             found = torch.cat([each.log_density for each in trial._predictions(held[0], y)])
             return float((found @ of_rows[0]) if of_rows else found.sum())
 
@@ -195,9 +206,11 @@ class BayesianMLP(BaseEstimator):
         guide: StructuredGuide = own(self.model_)
         return guide
 
-    def _fitted_mixture(self, data: tuple[Tensor, ...]) -> StructuredGuide:
+    def _fitted_mixture(
+        self, points: StructuredGuide, data: tuple[Tensor, ...]
+    ) -> StructuredGuide:
         make, size = guides.MeanFieldGuide, self.num_members
-        mixture = guides.MixtureGuide(self.model_, make, size, starts=self.guide_)
+        mixture = guides.MixtureGuide(self.model_, make, size, starts=points)
         with warnings.catch_warnings():
             # A prior that learns the scale of a layer has no closed form, and its draws vary little.
             warnings.simplefilter("ignore", SampledKLWarning)
