@@ -285,7 +285,7 @@ def test_any_guide_is_a_posterior(table):
 def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
     generator = np.random.default_rng(0)
     inputs, noise = generator.normal(size=(60, 2)), generator.normal(size=60)
-    options = {"posterior": "mixture", "num_steps": 150, "num_members": 2, "random_state": 0}
+    options = {"posterior": "mixture", "num_steps": 80, "num_members": 2, "random_state": 0}
     estimator = BayesianMLPRegressor((6,), refine=False, **options)
     assert estimator.fit(inputs, inputs[:, 0]).kl_weight_ == 0.1
     found = estimator.fit(inputs, noise).predict(inputs)

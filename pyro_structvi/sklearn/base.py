@@ -206,9 +206,7 @@ class BayesianMLP(BaseEstimator):
         guide: StructuredGuide = own(self.model_)
         return guide
 
-    def _fitted_mixture(
-        self, points: StructuredGuide, data: tuple[Tensor, ...]
-    ) -> StructuredGuide:
+    def _fitted_mixture(self, points: StructuredGuide, data: tuple[Tensor, ...]) -> StructuredGuide:
         make, size = guides.MeanFieldGuide, self.num_members
         mixture = guides.MixtureGuide(self.model_, make, size, starts=points)
         with warnings.catch_warnings():

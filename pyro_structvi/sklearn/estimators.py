@@ -78,7 +78,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
     Example:
         >>> import numpy as np
         >>> X = np.linspace(-1, 1, 40).reshape(-1, 1)
-        >>> estimator = BayesianMLPRegressor(num_members=3, num_steps=200, refine=False)
+        >>> estimator = BayesianMLPRegressor(num_members=3, num_steps=50, refine=False)
         >>> mean, std = estimator.fit(X, X[:, 0] ** 2).predict(X, return_std=True)
         >>> mean.shape, estimator.predict_interval(X, level=0.9).shape
         ((40,), (40, 2))
@@ -185,7 +185,7 @@ class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
     Example:
         >>> import numpy as np
         >>> X = np.linspace(-1, 1, 40).reshape(-1, 1)
-        >>> estimator = BayesianMLPClassifier(num_members=3, num_steps=200, refine=False)
+        >>> estimator = BayesianMLPClassifier(num_members=3, num_steps=50, refine=False)
         >>> estimator.fit(X, np.where(X[:, 0] > 0, "right", "left")).predict([[-0.9], [0.9]]).tolist()
         ['left', 'right']
     """

@@ -34,6 +34,7 @@ from tests.moments.one_layer import (
 )
 
 GUIDES = {**guides_for("tests"), **points_for("tests")}
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(60)  # of numerical integrals
 
 
 @pytest.fixture
@@ -133,12 +134,11 @@ def test_students_t_noise_of_any_width_has_its_density(width, df):
     for each, mean, deviation, target in zip(found, loc, scale, y, strict=True):
         normal, noise = norm(mean.item(), deviation.item()), t(df, target.item(), 0.1)
         low, high = normal.ppf([1e-15, 1 - 1e-15])
-        peaks = sorted({low, high, *np.clip(target.item() + np.linspace(-3, 3, 61), low, high)})
-        parts = (
-            quad(lambda f, n=normal, e=noise: n.pdf(f) * e.pdf(f), *ends, epsabs=0, epsrel=1e-11)
-            for ends in pairwise([*peaks])
-        )
-        density = sum(value for value, _ in parts)
+        near = np.clip(target.item() + np.linspace(-3, 3, 61), low, high)
+        ends = np.unique([*np.linspace(low, high, 61), *near])
+        half = np.diff(ends)[:, None] / 2
+        f = ends[:-1, None] + half * (1 + NODES)
+        density = (half * WEIGHTS * normal.pdf(f) * noise.pdf(f)).sum()
         assert each.item() == pytest.approx(math.log(density), abs=1e-7)
 
 
