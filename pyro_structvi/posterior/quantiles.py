@@ -39,15 +39,21 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         ranks = torch.where(q < 0.5, positions.floor(), positions.ceil()).long() - 1
         return ordered[ranks.clamp(0, len(ordered) - 1).to(ordered.device)]
 
+    def shares(values: Tensor) -> Tensor:
+        """Return the probability below a value at each draw, also outside of the draw's support."""
+        return cdf(values).clamp(0, 1)
+
     def excess(values: Tensor) -> Tensor:
-        found: Tensor = cdf(values.unsqueeze(1)).mean(1) - levels.squeeze(1)
+        found: Tensor = shares(values.unsqueeze(1)).mean(1) - levels.squeeze(1)
         return found
 
     found = find_root(excess, parts.amin(1), parts.amax(1))
     if not parts.requires_grad:
         return found.to(like)
     # The derivative of the root is that of a step of Newton's method, which is zero there.
-    density = base.log_prob(found.unsqueeze(1)).exp().mean(1).detach()
+    values = found.unsqueeze(1)
+    share, density = shares(values), base.log_prob(values).exp()
+    density = density.where((share > 0) & (share < 1), 0).mean(1).detach()
     step: Tensor = excess(found) / density.clamp_min(torch.finfo(density.dtype).tiny)
     return (found - (step - step.detach())).to(like)
 

@@ -110,7 +110,7 @@ class BayesianMLP(BaseEstimator):
             self.kl_weight_ = self._chosen_kl_weight(seed, inputs, targets, weights, num_outputs)
             data = self._fit_guide(seed, inputs, targets, weights, num_outputs)
             if self.posterior == "mixture":
-                self.guide_ = self._fitted_mixture(self.guide_, data)
+                self.guide_: StructuredGuide = self._fitted_mixture(self.guide_, data)
             self.draws_ = self._draws(data)
         return self
 

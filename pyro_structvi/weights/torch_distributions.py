@@ -13,20 +13,18 @@ from torch.distributions import (
     Distribution,
     Independent,
     StudentT,
+    Transform,
     TransformedDistribution,
     biject_to,
-    transforms,
 )
 from torch.distributions.constraints import Constraint
+from torch.distributions.transforms import ExpTransform
 from torch.distributions.utils import lazy_property
 
 from pyro_structvi.linalg.matrices import at_least_single, is_half
 
 DRAWS = 99
-WITHOUT_TENSORS = tuple(  # transforms, also of the log-normal and half-normal distributions
-    getattr(transforms, f"{name}Transform")
-    for name in ("Abs", "Exp", "Reshape", "Sigmoid", "Softplus", "Tanh")
-)
+Inverse = type(ExpTransform().inv)
 
 
 def base_of(distribution: Any) -> Any:
@@ -47,7 +45,7 @@ def moments_of(distribution: Distribution) -> tuple[Tensor, Tensor]:
 
 
 def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Replace the tensors of a distribution and of the distributions it contains.
+    """Replace the tensors of a distribution, and of the distributions and transforms it contains.
 
     The result is a copy without computed properties, or the distribution itself if no tensor changes.
     """
@@ -55,16 +53,22 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def changed(value: Any) -> Any:
         if isinstance(value, Tensor):
             return change(value)
-        return map_tensors(value, change) if isinstance(value, Distribution) else value
+        if isinstance(value, (list, tuple)):
+            new = [changed(each) for each in value]
+            is_same = all(one is other for one, other in zip(new, value, strict=True))
+            return value if is_same else type(value)(new)
+        is_container = isinstance(value, (Distribution, Transform))
+        return map_tensors(value, change) if is_container else value
 
-    computed = _computed_names(distribution)
-    old = {name: value for name, value in vars(distribution).items() if name not in computed}
+    old = _members(distribution)
     attributes = {name: changed(value) for name, value in old.items()}
     if all(attributes[name] is value for name, value in old.items()):
         return distribution
     new = copy.copy(distribution)
+    caches = vars(new).keys() & {"_inv", "_cached_x_y"} if isinstance(new, Transform) else ()
+    kept = {name: None if name == "_inv" else (None, None) for name in caches}
     vars(new).clear()
-    vars(new).update(attributes)
+    vars(new).update(kept | attributes)
     return new
 
 
@@ -74,6 +78,16 @@ def skip_validation(distribution: Any) -> None:
     for value in vars(distribution).values():
         if isinstance(value, Distribution):
             skip_validation(value)
+
+
+def _members(distribution: Any) -> dict[str, Any]:
+    """Return the attributes of a distribution or a transform that were not computed from others."""
+    members = vars(distribution)
+    if isinstance(distribution, Transform):  # a transform keeps its inverse, which contains it
+        computed = {"_cached_x_y"} | ({"_inv"} if not isinstance(distribution, Inverse) else set())
+    else:
+        computed = _computed_names(distribution)
+    return {name: value for name, value in members.items() if name not in computed}
 
 
 def _computed_names(distribution: Any) -> set[str]:
@@ -107,12 +121,11 @@ def tensors_of(distribution: Any) -> list[Tensor]:
     def is_plain(value: Any) -> bool:
         if isinstance(value, Distribution):
             return all(map(is_plain, vars(value).values()))
-        if isinstance(value, (list, tuple)):  # no change reaches what holds tensors in it
-            return not any(isinstance(each, (Tensor, Distribution)) for each in value) and all(
-                map(is_plain, value)
-            )
-        plain = (Tensor, Number, str, type(None), Constraint, *WITHOUT_TENSORS)
-        return isinstance(value, plain)
+        if isinstance(value, Transform):
+            return all(map(is_plain, _members(value).values()))
+        if isinstance(value, (list, tuple)):
+            return all(map(is_plain, value))
+        return isinstance(value, (Tensor, Number, str, type(None), Constraint))
 
     def keep(tensor: Tensor) -> Tensor:
         found.append(tensor)
@@ -134,13 +147,14 @@ def in_single(distribution: Any) -> Any:
     return map_tensors(distribution, at_least_single) if _has_half(distribution) else distribution
 
 
-def _has_half(distribution: Any) -> bool:
-    return any(
-        is_half(value)
-        if isinstance(value, Tensor)
-        else isinstance(value, Distribution) and _has_half(value)
-        for value in vars(distribution).values()
-    )
+def _has_half(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return is_half(value)
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_half, value))
+    if isinstance(value, Transform):
+        return any(map(_has_half, _members(value).values()))
+    return isinstance(value, Distribution) and any(map(_has_half, vars(value).values()))
 
 
 def example_of(prior: Any) -> Tensor:

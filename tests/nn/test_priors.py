@@ -220,18 +220,22 @@ def test_the_kl_of_a_joined_weight_is_on_average_over_draws_that_of_parts(name):
     torch.testing.assert_close(found, expected.detach())
 
 
-OF_ELEMENTS = {  # of torch, which become Pyro's
+OTHERS = {  # of torch, which become Pyro's, and of both
     "hierarchical": lambda: ps.HierarchicalScale(torch.distributions.HalfCauchy(torch.rand(()))),
     "Laplace": lambda: torch.distributions.Laplace(torch.zeros(SHAPE), torch.ones(SHAPE)),
     "Student": lambda: torch.distributions.Independent(
         torch.distributions.StudentT(torch.full(SHAPE, 3.0)), 1
     ),
+    "affine": lambda: dist.TransformedDistribution(
+        dist.StudentT(5.0, torch.zeros(SHAPE), 1.0).to_event(2),
+        [dist.transforms.AffineTransform(torch.randn(SHAPE), 2 * torch.rand(SHAPE) + 0.1, 2)],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", ["2-tied", "multivariate", "rows", *OF_ELEMENTS])
+@pytest.mark.parametrize("name", ["2-tied", "multivariate", "rows", *OTHERS])
 def test_it_moves_converts_and_is_copied_with_the_model(name):
-    prior = (PRIORS | OF_ELEMENTS)[name]()
+    prior = (PRIORS | OTHERS)[name]()
     model = with_whole_prior(prior)
     values = {"net.0.weight": torch.randn(SHAPE), "net.0.weight_scale": torch.rand(())}
     draw, scale = values.values()
@@ -250,7 +254,7 @@ def test_it_moves_converts_and_is_copied_with_the_model(name):
         expected = prior.log_prob(draw).sum()
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(density(other), expected)
-    fresh = with_whole_prior((PRIORS | OF_ELEMENTS)[name]())
+    fresh = with_whole_prior((PRIORS | OTHERS)[name]())
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(density(fresh), expected)
     single = density(model.float(), torch.float32)

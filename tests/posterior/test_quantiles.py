@@ -7,7 +7,7 @@ import pytest
 import torch
 from pyro.distributions import StudentT
 from scipy.optimize import brentq
-from scipy.stats import norm, poisson, t
+from scipy.stats import gumbel_r, norm, pareto, poisson, t, weibull_min
 
 import pyro_structvi as ps
 from pyro_structvi.posterior.quantiles import mixture_quantile, student_t_cdf
@@ -100,6 +100,41 @@ def test_log_normal_observations_are_exponentials_of_normal_ones():
     found = predict_of(lambda mean: dist.LogNormal(mean, 0.3), torch.ones(5))
     torch.testing.assert_close(found.quantile(0.2), normal.quantile(0.2).exp(), rtol=1e-9, atol=0)
     assert found.sample_observations(2).shape == (14, 5)
+
+
+@pytest.mark.parametrize(
+    ("noise", "own"),
+    [
+        (lambda f: dist.Weibull(f.exp(), 2.0), lambda f: weibull_min(2, scale=np.exp(f))),
+        (lambda f: dist.Gumbel(f, 0.5), lambda f: gumbel_r(f, 0.5)),
+        (lambda f: dist.Pareto(f.exp(), 3.0), lambda f: pareto(3, scale=np.exp(f))),
+    ],
+    ids=["Weibull", "Gumbel", "Pareto"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_likelihoods_of_transforms_have_quantiles(noise, own, dtype):
+    """Their tensors are those of transforms, some inverted, and supports of draws may differ."""
+    torch.manual_seed(1)
+    mean = predict_of(lambda mean: dist.Normal(mean, 0.3), torch.zeros(5)).likelihood.mean
+    torch.manual_seed(1)
+    found = predict_of(lambda mean: noise(mean.to(dtype)), torch.full((5,), 1e3, dtype=dtype))
+    level = own(mean.numpy()).cdf(found.quantile(0.7).numpy()).mean(0)
+    np.testing.assert_allclose(level, 0.7, rtol=1e-8 if dtype == torch.float64 else 1e-5)
+    assert found.mean.dtype == dtype
+    assert found.sample_observations(2).shape == (14, 5)
+
+
+def test_derivatives_of_quantiles_leave_out_draws_whose_support_is_elsewhere():
+    scale = torch.tensor([[1.0], [1.2], [9.0]], requires_grad=True)
+
+    def at(scale):
+        return mixture_quantile(dist.Pareto(scale, 2.0), torch.tensor([0.4]))
+
+    (found,) = torch.autograd.grad(at(scale).sum(), scale)
+    steps = 1e-5 * torch.eye(3).unsqueeze(-1)
+    numeric = torch.stack([at(scale.detach() + step) - at(scale.detach() - step) for step in steps])
+    torch.testing.assert_close(found, numeric.reshape(3, 1) / 2e-5, rtol=1e-6, atol=1e-9)
+    assert found[2] == 0
 
 
 def test_a_count_without_a_distribution_function_has_quantiles_of_samples():
