@@ -24,7 +24,7 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import prior_buffers
 from pyro_structvi.posterior.files import write_atomically
 
-FORMAT = 3
+FORMAT = 4
 
 # Options of an optimizer that say how it computes, depend on the number of steps, or are compared
 # otherwise.
@@ -164,12 +164,12 @@ class CheckpointFile:
         with naming("checkpoint", str(self._path)):
             self._check(run, saved)
             load_parts(run.loss, saved)
-        if run.measured is not None and saved["validation"] is not None:
-            run.measured.load(saved["validation"])
         assert run.optimizer.torch is not None
         run.optimizer.torch.load_state_dict(saved["optimizer"])
         for name, values in saved["history"].items():
             setattr(run.history, name, [*values] if isinstance(values, list) else values.tolist())
+        if run.measured is not None and saved["validation"] is not None:
+            run.measured.load(saved["validation"], run.history)
         run.loss.elbo.step = run.done
         _set_random_states(saved["random"], self._device)
 

@@ -244,11 +244,11 @@ def fit_in_part(values, path, stop, patience=3, seed=0, **options):
     pyro.set_rng_seed(seed)
     lr = lambda step: 1 / 0 if step == stop else CosineDecay(30, 0.05)(step)  # noqa: E731
     validation = ps.Validation(held_out(), Recorder(values, model, guide), 2, patience)
-    options = {"kl_weight": 1.0, "batch_size": 10, "validation": validation} | options
+    options = {"kl_weight": 1.0, "num_steps": 20, "validation": validation} | options
     if path is not None:
         options["checkpoint"] = ps.Checkpoint(path, every=1, resume=True)
     try:
-        history = ps.fit(model, guide, data, num_steps=20, lr=lr, progress=False, **options)
+        history = ps.fit(model, guide, data, batch_size=10, lr=lr, progress=False, **options)
     except ZeroDivisionError:
         return None
     return history, snapshot(model, guide), numbers()
@@ -266,6 +266,17 @@ def test_a_run_that_goes_on_knows_the_best(stop, tmp_path):
     assert vars(found) == vars(expected)
     assert_equal(found_state, state)
     assert found_drawn == drawn
+
+
+def test_a_run_that_goes_on_forgets_the_measurement_at_its_former_end(tmp_path):
+    """The whole run does not measure after 7 steps, where the metric is highest here."""
+    values = [0.0, 1.0, 3.0, 2.0, 1.0, 2.5, 2.0]
+    expected, state, _ = fit_in_part(values, None, None, num_steps=12)
+    part, _, _ = fit_in_part([0.0, 1.0, 3.0, 2.0, 9.0], tmp_path / "run.pt", None, num_steps=7)
+    assert part.validation_steps == [0, 2, 4, 6, 7]
+    found, found_state, _ = fit_in_part(values[4:], tmp_path / "run.pt", None, num_steps=12)
+    assert vars(found) == vars(expected)
+    assert_equal(found_state, state)
 
 
 @pytest.mark.slow
