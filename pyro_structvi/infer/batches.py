@@ -67,7 +67,7 @@ class TensorBatches:
             return
         devices = {tensor.device for tensor in nested_tensors(self.data)}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # which indexes any
-        for chosen in self.sampler.order().to(device).split(self.batch_size):
+        for chosen in self.sampler.order().to(device).split(int(self.batch_size)):
             yield map_nested(itemgetter(chosen), self.data)
 
 

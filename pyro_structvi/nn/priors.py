@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Annotated, Any
 
 import pyro.distributions as dist
@@ -207,13 +208,13 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
         return dist.Normal(torch.zeros_like(scale), scale)
     if callable(prior):
         return resolve_prior(prior(name, parameter), name, parameter, fan_in)
-    if not isinstance(prior, (int, float)) or isinstance(prior, bool):
+    if isinstance(prior, bool) or not isinstance(prior, Real):
         raise TypeError(
             f"`{label}` must be a standard deviation, a FanIn, a HierarchicalScale, a "
             f"distribution, a function or a mapping, but got {brief(prior)}."
         )
     check(label, prior, Positive)
-    return resolve_prior(torch.full((), prior, dtype=parameter.dtype), name, parameter)
+    return resolve_prior(torch.full((), float(prior), dtype=parameter.dtype), name, parameter)
 
 
 def check_constant(label: str, value: Tensor) -> None:

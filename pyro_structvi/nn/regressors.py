@@ -110,7 +110,7 @@ class Regressor(Likelihood):
                 "positive numbers; or in its place `noise`, which takes these too, "
                 '"learned" for the prior HalfNormal(1), or "heteroscedastic" for a scale by the net.'
             )
-        self.df = df
+        self.df = None if df is None else float(df)  # torch takes no number of NumPy
         self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"
         self.terms = "pairs" if self.is_heteroscedastic else "elements"
         if not self.is_heteroscedastic:
