@@ -2,6 +2,7 @@
 
 import pickle
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -9,9 +10,11 @@ import pytest
 import torch
 from joblib import parallel_backend
 from pyro.distributions.torch import Independent
+from pyro.infer.autoguide import AutoNormal
 from scipy.stats import norm, t
 from sklearn.base import clone
 from sklearn.datasets import load_iris
+from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
@@ -154,6 +157,38 @@ def test_a_fit_depends_on_numbers_and_options_only(table, dtype):
     finally:
         torch.set_default_dtype(default)
     torch.testing.assert_close(others, points, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "targets"),
+    [(BayesianMLPRegressor, [100.0, 300.0]), (BayesianMLPClassifier, ["b", "c"])],
+)
+def test_a_fit_that_fails_leaves_the_one_before(table, make, targets, monkeypatch):
+    """A new scaling of targets, or new classes, with old draws would be another prediction."""
+    inputs, high = table[0], table[0][:, 0] > 0
+    estimator = make((4,), activation="sin", **POINT)
+    with pytest.raises(ValueError, match="`activation` must be"):
+        estimator.fit(inputs, high)
+    with pytest.raises(NotFittedError):
+        estimator.predict(inputs)
+    estimator.set_params(activation="tanh").fit(inputs, high)
+    expected, attributes = estimator.predict(inputs), vars(estimator).copy()
+    monkeypatch.setattr(base, "fit", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        estimator.fit(5 * inputs[:, :2], np.where(high, *targets))
+    assert vars(estimator) == attributes
+    np.testing.assert_array_equal(estimator.predict(inputs), expected)
+
+
+def test_options_are_numbers_of_numpy_too(table):
+    """As those that ``RandomizedSearchCV`` draws."""
+    names = {"prior_scale": 2.0, "batch_size": 16, "noise_df": 4.0, "num_steps": 20}
+    found = []
+    for kinds in ({float: float, int: int}, {float: np.float32, int: np.int64}):
+        options = {name: kinds[type(value)](value) for name, value in names.items()}
+        estimator = BayesianMLPRegressor((4,), **POINT | options).fit(*table)
+        found.append(estimator.predict(table[0]))
+    np.testing.assert_array_equal(*found)
 
 
 def test_fits_in_several_threads_are_those_of_one(table):
@@ -312,6 +347,8 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
     ):
         with pytest.raises(ValueError, match=message):
             BayesianMLPRegressor((4,), **POINT | option).fit(*table)
+    with pytest.raises(TypeError, match=r"`posterior` must return a guide .* an AutoNormal"):
+        BayesianMLPRegressor((4,), **POINT | {"posterior": AutoNormal}).fit(*table)
     for sizes in (0, (4, -1), (4.5,), "8"):
         with pytest.raises(ValueError, match="`hidden_layer_sizes` must be whole numbers"):
             BayesianMLPRegressor(sizes, **POINT).fit(*table)

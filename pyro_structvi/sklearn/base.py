@@ -3,9 +3,9 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from pyro_structvi import guides
-from pyro_structvi._checks import Count, Positive, Share, check
+from pyro_structvi._checks import Count, Positive, Share, brief, check
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer import SampledKLWarning, Validation, fit
 from pyro_structvi.nn import bayesianize
@@ -30,6 +30,7 @@ from pyro_structvi.structures.points import are_points
 from pyro_structvi.structures.student_t import IsotropicStudentT
 
 Array = NDArray[Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
@@ -203,7 +204,12 @@ class BayesianMLP(BaseEstimator):
                 f"{self.posterior!r}."
             )
         own = self.posterior if callable(self.posterior) else make[self.posterior]
-        guide: StructuredGuide = own(self.model_)
+        guide = own(self.model_)
+        if not isinstance(guide, StructuredGuide):
+            raise TypeError(
+                f"`posterior` must return a guide of this package, but returned {brief(guide)}. Pass "
+                "`posterior=KTiedGuide` or another one's class, or a function that makes one."
+            )
         return guide
 
     def _fitted_mixture(self, points: StructuredGuide, data: tuple[Tensor, ...]) -> StructuredGuide:
@@ -305,6 +311,21 @@ class BayesianMLP(BaseEstimator):
         for rows in torch.arange(len(inputs)).split(size):
             own = None if y is None else y[rows]
             yield predict(self.model_, self.draws_, inputs[rows], y=own)
+
+
+def all_or_nothing(fit: F) -> F:
+    """Let a method that fails leave its estimator as it was, with scales and draws of one fit."""
+
+    @wraps(fit)
+    def restoring(self: BayesianMLP, *args: Any, **kwargs: Any) -> Any:
+        before = vars(self).copy()
+        try:
+            return fit(self, *args, **kwargs)
+        except BaseException:
+            self.__dict__ = before
+            raise
+
+    return restoring  # type: ignore[return-value]
 
 
 def _weighted_log_density(weights: Tensor, prediction: Prediction, y: Tensor) -> float:

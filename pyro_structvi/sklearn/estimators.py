@@ -21,7 +21,14 @@ from pyro_structvi.nn import Classifier, Regressor
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior.quantiles import MOST_DF
 from pyro_structvi.sites.finding import separate_randomness
-from pyro_structvi.sklearn.base import Array, BayesianMLP, as_weights, to_numpy, with_weight
+from pyro_structvi.sklearn.base import (
+    Array,
+    BayesianMLP,
+    all_or_nothing,
+    as_weights,
+    to_numpy,
+    with_weight,
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -90,6 +97,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
 
     noise_df: float | None = field(default=5.0, kw_only=True)
 
+    @all_or_nothing
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Fit the posterior.
 
@@ -192,6 +200,7 @@ class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
 
     class_weight: Any = field(default=None, kw_only=True)
 
+    @all_or_nothing
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Fit the posterior to inputs ``(N, features)`` and classes ``(N,)``.
 
