@@ -317,6 +317,26 @@ def test_any_guide_is_a_posterior(table):
         assert len(draws) == (2 if name == "ensemble" else 200)
 
 
+@pytest.mark.parametrize(
+    ("refine", "most", "expected"),
+    [
+        ("auto", 59, "mixture"),
+        ("auto", 60, "ensemble"),
+        (False, 59, "ensemble"),
+        (True, 59, "ensemble"),
+    ],
+)
+def test_the_default_posterior_of_many_examples_is_a_mixture(
+    table, monkeypatch, refine, most, expected
+):
+    monkeypatch.setattr(base, "REFINED", most)
+    few = {"num_steps": 5, "num_sampling_steps": 20, "kl_weight": 0.1}
+    estimator = BayesianMLPRegressor((4,), **CHAINS | few | {"refine": refine}).fit(*table)
+    assert estimator.posterior_ == expected
+    assert hasattr(estimator.draws_, "r_hat") == (expected == "ensemble" and refine is not False)
+    assert isinstance(estimator.guide_, ps.EnsembleGuide) == (expected == "ensemble")
+
+
 def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
     generator = np.random.default_rng(0)
     inputs, noise = generator.normal(size=(60, 2)), generator.normal(size=60)

@@ -75,7 +75,7 @@ class BayesianMLP(BaseEstimator):
     activation: str = "silu"
     prior_scale: float = 1.0
     prior_df: float | None = 4.0
-    posterior: str | Callable[..., StructuredGuide] = "ensemble"
+    posterior: str | Callable[..., StructuredGuide] = "auto"
     num_members: int = 10
     num_steps: int = 1500
     batch_size: int = 2000
@@ -107,10 +107,11 @@ class BayesianMLP(BaseEstimator):
         for name, expected in OPTIONS.items():
             check(name, getattr(self, name), expected)
         seed = check_random_state(self.random_state).randint(2**31 - 1)
+        self.posterior_ = self._chosen_posterior(inputs)
         with ONE_THREAD, separate_randomness():
             self.kl_weight_ = self._chosen_kl_weight(seed, inputs, targets, weights, num_outputs)
             data = self._fit_guide(seed, inputs, targets, weights, num_outputs)
-            if self.posterior == "mixture":
+            if self.posterior_ == "mixture":
                 self.guide_: StructuredGuide = self._fitted_mixture(self.guide_, data)
             self.draws_ = self._draws(data)
         return self
@@ -130,13 +131,20 @@ class BayesianMLP(BaseEstimator):
             self._learn_scales(net, self.prior_df, data)
         return data
 
+    def _chosen_posterior(self, inputs: Array) -> str | Callable[..., StructuredGuide]:
+        """Return the posterior; "auto" is what predicts best among those whose cost is bearable."""
+        if self.posterior != "auto":
+            return self.posterior
+        is_large = self.refine == "auto" and not self._is_refined(inputs)
+        return "mixture" if is_large else "ensemble"
+
     def _chosen_kl_weight(
         self, seed: int, inputs: Array, targets: Array, weights: Array | None, num_outputs: int
     ) -> float:
         """Return the weight of the KL, of a mixture by its predictions of held-out rows."""
         if self.kl_weight != "auto":
             return self.kl_weight
-        if self.posterior != "mixture":
+        if self.posterior_ != "mixture":
             return 1.0
         held_out = int(self.validation_fraction * len(inputs))
         if not held_out or self._is_refined(inputs):
@@ -147,6 +155,7 @@ class BayesianMLP(BaseEstimator):
             for rows in (order[:held_out], order[held_out:])
         )
         trial = clone(self).set_params(refine=False)  # whose rows may be few enough for chains
+        trial.posterior_ = self.posterior_
         data = trial._fit_guide(check_random_state(seed).randint(2**31 - 1), *rest, num_outputs)
         points = trial.guide_
         _, y, *of_rows = trial._as_data(*held)
@@ -189,7 +198,7 @@ class BayesianMLP(BaseEstimator):
 
     def _has_starts(self, data: tuple[Tensor, ...]) -> bool:
         """Whether points are starts of chains or of a mixture."""
-        return self.posterior == "mixture" or self._is_refined(data[0])
+        return self.posterior_ == "mixture" or self._is_refined(data[0])
 
     def _guide(self) -> StructuredGuide:
         ensemble = partial(guides.EnsembleGuide, size=self.num_members)
@@ -198,12 +207,12 @@ class BayesianMLP(BaseEstimator):
             "mixture": ensemble,  # of the points that it starts at
             **POSTERIORS,
         }
-        if not callable(self.posterior) and self.posterior not in make:
+        if not callable(self.posterior_) and self.posterior_ not in make:
             raise ValueError(
-                f"`posterior` must be one of {[*make]} or a function from a model to a guide, but got "
-                f"{self.posterior!r}."
+                f"`posterior` must be one of {['auto', *make]} or a function from a model to a guide, "
+                f"but got {self.posterior!r}."
             )
-        own = self.posterior if callable(self.posterior) else make[self.posterior]
+        own = self.posterior_ if callable(self.posterior_) else make[self.posterior_]
         guide = own(self.model_)
         if not isinstance(guide, StructuredGuide):
             raise TypeError(

@@ -37,8 +37,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
 
     Inputs and targets are standardized inside. The prior of each weight and bias is
     :math:`N(0, \texttt{prior\_scale}^2)`. By default the posterior is sampled by microcanonical Langevin
-    chains that start at ``num_members`` points of maximum posterior density. With ``refine=False`` these
-    points are a deep ensemble.
+    chains that start at ``num_members`` points of maximum posterior density. With more than 10,000
+    examples the posterior is a mixture of normals around these points. With ``refine=False`` the points
+    are a deep ensemble.
 
     Chains and mixtures that start at points have another prior,
     :class:`~pyro_structvi.distributions.IsotropicStudentT` with the scale ``prior_scale / 2``: each
@@ -50,9 +51,11 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         prior_scale: The standard deviation of the prior of weights.
         prior_df: The degrees of freedom of the prior of chains and mixtures; None for the normal prior
             of the points, whose functions vary more, between and away from the data.
-        posterior: "ensemble" for points; "mixture" for mean-field normals around these points; "map",
-            "dropout", "mean_field", "k_tied", "low_rank", "matrix_normal", "rowwise", "full_covariance",
-            "inducing" or "global_inducing" for one guide; or a function from a model to a guide.
+        posterior: "ensemble" for points; "mixture" for mean-field normals around these points; "auto"
+            for a mixture if ``refine`` is "auto" and there are more than 10,000 examples, else for
+            points; "map", "dropout", "mean_field", "k_tied", "low_rank", "matrix_normal", "rowwise",
+            "full_covariance", "inducing" or "global_inducing" for one guide; or a function from a model
+            to a guide.
         num_members: The number of members of a mixture or ensemble, and of chains.
         num_steps: The number of training steps of a guide.
         batch_size: The number of examples in a training step; all if there are fewer.
@@ -77,6 +80,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         model_: The model, of standardized targets.
         guide_: The fitted guide.
         draws_: Draws of the posterior by site; draws of chains have ``r_hat``.
+        posterior_: The posterior, which "auto" chooses by ``refine`` and the number of examples.
         kl_weight_: The weight of the KL of a guide that has no points.
         x_scaler_: The scaling of inputs.
         y_scaler_: The scaling of targets.
@@ -185,6 +189,7 @@ class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
         model_: The model, of the numbers of classes.
         guide_: The fitted guide.
         draws_: Draws of the posterior by site.
+        posterior_: The posterior, which "auto" chooses by ``refine`` and the number of examples.
         kl_weight_: The weight of the KL of a guide that has no points.
         x_scaler_: The scaling of inputs.
         classes_: The classes.
