@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_structvi._torch import inside_forward_derivative
 from pyro_structvi.linalg.matrices import floored_sqrt
-from pyro_structvi.linalg.quadrature import gauss_hermite
+from pyro_structvi.linalg.quadrature import gauss_hermite, gauss_jacobi
 from pyro_structvi.moments.random_tensor import RandomTensor
 
 NODES = 32
@@ -17,6 +17,7 @@ LARGEST_POWER = 31  # mean and variance are exact with 32 nodes
 ORDERS = 4  # Hermite polynomials; the k-th adds a correlation to the power of k over k!
 FARTHEST = 1e4  # standard deviations; a density is zero there in any precision
 STEEP = 1e30
+INTERVAL_NODES = 8  # inside of an interval that is shorter than a standard deviation
 # The sigmoid as a mixture of normal distribution functions; up to a variance of NARROW it has nodes.
 NARROW, NARROW_NODES = 1.0, 20
 STEP_WEIGHTS = (
@@ -191,7 +192,10 @@ def leaky_relu(slope: float) -> ClosedForm:
 
 
 def clamp(low: float | None = None, high: float | None = None) -> ClosedForm:
-    """Return the moments of ``x`` clipped to an interval, as the difference of two hinges."""
+    """Return the moments of ``x`` clipped to an interval, as the difference of two hinges.
+
+    An interval inside one standard deviation has Gauss-Legendre quadrature.
+    """
     lower = -math.inf if low is None else float(low)
     upper = math.inf if high is None else float(high)
     if upper == math.inf:
@@ -210,7 +214,19 @@ def clamp(low: float | None = None, high: float | None = None) -> ClosedForm:
         # If the second hinge is positive, the first is larger by the length of the interval.
         together = of_second + second.square() + length * second - first * second
         loc, variance = first - second, of_first + of_second - 2 * together
-        return torch.where(is_upper, upper - loc, lower + loc), variance.clamp_min(0)
+        # Hinges that are wide beside the interval cancel; the density varies little inside.
+        is_wide, s = v > length**2, floored_sqrt(v).clamp_min(length)
+        part, weights = (
+            torch.as_tensor(each).to(inside).reshape(-1, *(1 for _ in m.shape))
+            for each in gauss_jacobi(INTERVAL_NODES, 0.0)
+        )
+        shares = weights * length / s * normal_density(in_deviations(length * part - inside, s))
+        beyond = normal_cdf(in_deviations(inside - length, s))
+        wide = length * (beyond + (part * shares).sum(0))
+        of_wide = length**2 * (beyond + (part.square() * shares).sum(0)) - wide.square()
+        loc = torch.where(is_wide, wide, loc)
+        variance = torch.where(is_wide, of_wide, variance).clamp_min(0)
+        return torch.where(is_upper, upper - loc, lower + loc), variance
 
     return closed
 
@@ -233,23 +249,42 @@ def sin(m: Tensor, v: Tensor) -> Moments:
     return torch.sin(m) * torch.exp(-0.5 * v), variance
 
 
+def log_tail(k: int, m: Tensor, v: Tensor) -> Tensor:
+    """Return the logarithm of ``E[exp(k x) 1(x < 0)]``."""
+    s = floored_sqrt(v)
+    b = in_deviations(-m, s)
+    far = (torch.special.erfcx((k * s - b).clamp_min(0) / math.sqrt(2)) / 2).log() - b * b / 2
+    return torch.where(b < k * s, far, k * (m + 0.5 * k * v) + torch.special.log_ndtr(b - k * s))
+
+
 def elu(alpha: float) -> ClosedForm:
     """Return the moments of ``x`` above zero and ``alpha (e^x - 1)`` below."""
 
     def closed(m: Tensor, v: Tensor) -> Moments:
         s = floored_sqrt(v)
         b = in_deviations(-m, s)
-        logs = [torch.special.log_ndtr(b - k * s) for k in range(3)]
-        # E[e^(k x) 1(x < 0)]
-        zeroth, first, second = (torch.exp(k * (m + 0.5 * k * v) + logs[k]) for k in range(3))
+        zeroth, first, second = (torch.exp(log_tail(k, m, v)) for k in range(3))
         # The variance below zero, without differences of large squares.
-        log_ratio = v + logs[2] - 2 * logs[1]
+        logs = [torch.special.log_ndtr(b - k * s) for k in (1, 2)]
+        log_ratio = torch.where(b > s, v + logs[1] - 2 * logs[0], 1)
         small = first.square() * torch.expm1(log_ratio.clamp_max(1))
         own = torch.where(log_ratio < 1, small, second - first.square())
         under = own + normal_cdf(-b) * (zeroth - 2 * first)
         loc, variance = relu(m, v)
         mean = alpha * (first - zeroth)
-        return loc + mean, (variance + alpha**2 * under - 2 * loc * mean).clamp_min(0)
+        variance = variance + alpha**2 * under - 2 * loc * mean
+        # Near zero probabilities of narrow inputs cancel: a leaky ReLU, and nodes for the remainder.
+        is_near = (v < math.sqrt(torch.finfo(v.dtype).eps)) & (b < 10)
+        nodes, weights = gauss_hermite(NARROW_NODES, m)
+        x = (m + s * nodes.reshape(-1, *(1 for _ in m.shape))).clamp(-1, 1)
+        rest = torch.where(x > 0, 0, alpha * (torch.expm1(x) - x))
+        line, of_line = leaky_relu(alpha)(m, v)
+        of_rest, own = averages(rest, weights)
+        product = (torch.where(x > 0, x, alpha * x) - line) * (rest - of_rest)
+        own = own + 2 * torch.einsum("k,k...->...", weights, product)
+        loc = torch.where(is_near, line + of_rest, loc + mean)
+        variance = torch.where(is_near, of_line + own, variance)
+        return loc, variance.clamp_min(0)
 
     return closed
 

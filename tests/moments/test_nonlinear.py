@@ -59,29 +59,28 @@ def elu(x, alpha=1.0):
     return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
 
 
-# Torch's function, the same in numpy, its kinks, and an absolute error of the variance.
+# Torch's function, the same in numpy, and its kinks.
 CLOSED = {
-    "relu": (F.relu, lambda x: np.maximum(x, 0), (0.0,), 0),
+    "relu": (F.relu, lambda x: np.maximum(x, 0), (0.0,)),
     "leaky relu": (
         lambda x: F.leaky_relu(x, 0.2),
         lambda x: np.where(x > 0, x, 0.2 * x),
         (0.0,),
-        0,
     ),
-    "abs": (torch.abs, np.abs, (0.0,), 0),
-    "clamp": (lambda x: x.clamp(-0.5, 2.0), lambda x: np.clip(x, -0.5, 2.0), (-0.5, 2.0), 0),
-    "clamp from below": (lambda x: x.clamp(min=0.5), lambda x: np.maximum(x, 0.5), (0.5,), 0),
-    "clamp from above": (lambda x: x.clamp(max=0.5), lambda x: np.minimum(x, 0.5), (0.5,), 0),
-    "relu6": (F.relu6, lambda x: np.clip(x, 0, 6), (0.0, 6.0), 0),
-    "hardtanh": (F.hardtanh, lambda x: np.clip(x, -1, 1), (-1.0, 1.0), 0),
-    "hardsigmoid": (F.hardsigmoid, lambda x: np.clip(x / 6 + 0.5, 0, 1), (-3.0, 3.0), 0),
-    "elu": (F.elu, elu, (0.0,), 1e-15),
-    "elu, alpha": (lambda x: F.elu(x, 0.5), lambda x: elu(x, 0.5), (0.0,), 1e-15),
-    "selu": (F.selu, lambda x: SELU[0] * elu(x, SELU[1]), (0.0,), 1e-15),
-    "square": (torch.square, np.square, (0.0,), 0),
-    "power": (lambda x: x**3, lambda x: x**3, (0.0,), 0),
-    "sin": (torch.sin, np.sin, (0.0, 1.3), 0),
-    "cos": (torch.cos, np.cos, (0.0, 1.3), 0),
+    "abs": (torch.abs, np.abs, (0.0,)),
+    "clamp": (lambda x: x.clamp(-0.5, 2.0), lambda x: np.clip(x, -0.5, 2.0), (-0.5, 2.0)),
+    "clamp from below": (lambda x: x.clamp(min=0.5), lambda x: np.maximum(x, 0.5), (0.5,)),
+    "clamp from above": (lambda x: x.clamp(max=0.5), lambda x: np.minimum(x, 0.5), (0.5,)),
+    "relu6": (F.relu6, lambda x: np.clip(x, 0, 6), (0.0, 6.0)),
+    "hardtanh": (F.hardtanh, lambda x: np.clip(x, -1, 1), (-1.0, 1.0)),
+    "hardsigmoid": (F.hardsigmoid, lambda x: np.clip(x / 6 + 0.5, 0, 1), (-3.0, 3.0)),
+    "elu": (F.elu, elu, (0.0,)),
+    "elu, alpha": (lambda x: F.elu(x, 0.5), lambda x: elu(x, 0.5), (0.0,)),
+    "selu": (F.selu, lambda x: SELU[0] * elu(x, SELU[1]), (0.0,)),
+    "square": (torch.square, np.square, (0.0,)),
+    "power": (lambda x: x**3, lambda x: x**3, (0.0,)),
+    "sin": (torch.sin, np.sin, (0.0, 1.3)),
+    "cos": (torch.cos, np.cos, (0.0, 1.3)),
 }
 
 
@@ -100,14 +99,14 @@ def integrated(function, mean, scale, kinks=()):
 @pytest.mark.parametrize("name", CLOSED)
 def test_closed_forms_are_exact_from_tail_to_tail_and_at_small_variances(name):
     """Errors of the variance are small beside it or beside the input's variance."""
-    function, in_numpy, kinks, rounding = CLOSED[name]
+    function, in_numpy, kinks = CLOSED[name]
     mean, scale = cases(kinks)
     found = function(random(mean, scale.square()))
     loc, variance = integrated(in_numpy, mean, scale, kinks)
     error = (found.loc - loc).abs()
     assert (error <= 1e-9 * loc.abs() + 1e-14 * (1 + scale)).all()
     error = (found.variance - variance).abs()
-    assert (error <= 2e-8 * variance + 1e-13 * scale.square() + rounding).all()
+    assert (error <= 2e-8 * variance + 1e-13 * scale.square()).all()
 
 
 @pytest.mark.parametrize(
@@ -127,18 +126,32 @@ def test_means_and_variances_keep_their_relative_accuracy(function, in_numpy, po
     torch.testing.assert_close(found.variance, variance, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", ["hardtanh", "hardsigmoid", "elu", "selu"])
+def test_deviations_are_accurate_in_single_precision_at_every_scale(name):
+    """Also of an input that is narrow at a kink, or wide beside the part in which a function changes."""
+    function, in_numpy, kinks = CLOSED[name]
+    scales, distances = (1e-6, 1e-3, 0.03, 1.0, 30.0, 1e4, 1e6), (-6.0, -2.0, -0.2, 0.0, 0.5, 3.0)
+    mean, scale = (part.float() for part in cases((0.0,), scales, distances))
+    found = function(RandomTensor(mean, scale.square(), Settings()))
+    parts = *kinks, -0.3, -1.0, -3.0, -10.0, -30.0
+    loc, variance = integrated(in_numpy, mean, scale, parts)
+    rounding = torch.finfo(torch.float32).eps * (1 + loc.abs())
+    assert ((found.loc - loc).abs() <= 1e-3 * variance.sqrt() + 4 * rounding).all()
+    torch.testing.assert_close(found.variance.double().sqrt(), variance.sqrt(), rtol=2e-3, atol=0)
+
+
 DIFFERENT = ("leaky relu", "clamp", "clamp from above", "elu, alpha", "square", "sin")
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_gradients_of_closed_forms(name):
-    function, _, kinks, _ = CLOSED[name]
+    function, _, kinks = CLOSED[name]
     check_gradients(function, *cases(kinks, (0.3, 2.0), (-3.0, -0.4, 0.1, 2.0)))
 
 
 @pytest.mark.parametrize("name", ["relu", *DIFFERENT])
 def test_gradients_are_finite_without_variance_and_far_away(name):
-    function, _, kinks, _ = CLOSED[name]
+    function, _, kinks = CLOSED[name]
     for dtype in (torch.float32, FLOAT64):
         mean = torch.tensor([*kinks, -50.0, -1e3, 1e3, 50.0, 0.2], dtype=dtype).requires_grad_()
         for size in (0.0, 1e-12, 1.0):
