@@ -89,7 +89,7 @@ def _covariance(x: Any, loc: Tensor, factor: Any = 1) -> Tensor | None:
     """Return the covariance of ``factor * x`` in the shape of a result, if it is kept."""
     if not isinstance(x, RandomTensor) or not x.settings.full_covariance or loc.dim() != 2:
         return None
-    known = covariance_of(x) if x.dim() == 1 else x.covariance
+    known = covariance_of(x) if x.shape[:-1].numel() == 1 else x.covariance
     if known is None:
         own = torch.diag_embed(x.variance.expand(loc.shape))
     else:

@@ -78,6 +78,8 @@ class RandomTensor(Tensor):
         cls, loc: Tensor, variance: Tensor, settings: Settings, covariance: Tensor | None = None
     ) -> Self:
         tensor = without_storage(cls, loc.shape, loc)
+        if settings.full_covariance and loc.dim() == 2 and loc.shape[1] == 1:
+            covariance = variance.unsqueeze(-1)  # of one unit, which others may be copies of
         tensor._loc, tensor._variance = loc, variance
         tensor.settings, tensor.covariance = settings, covariance
         return tensor

@@ -379,10 +379,10 @@ _LINEAR = {
     *("mul", "rmul", "multiply", "div", "truediv", "divide", "neg", "negative"),
 }
 # Functions of single elements, of two tensors or of one.
-_OF_TWO = {"add", "radd", "sub", "subtract", "rsub", "mul", "rmul", "multiply"}
+_OF_TWO = {"add", "radd", "sub", "subtract", "rsub", "mul", "rmul", "multiply", "lerp"}
 _OF_ONE = {
     *(*_OF_TWO, *NONLINEARITIES, "div", "truediv", "divide", "neg", "negative"),
-    *("clone", "contiguous", "detach", "to", "float", "double"),
+    *("clone", "contiguous", "detach", "to", "float", "double", "where", "masked_fill"),
 }
 
 

@@ -13,6 +13,9 @@ from pyro_structvi.moments.rules import LONGEST
 from tests.moments.signs import assert_same, random_input
 
 
+KEPT = torch.tensor([True, False, True])
+
+
 def gelu_of_transformers(x):
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
@@ -34,6 +37,14 @@ SAME = {
     "power": (lambda x: x * (x * x), lambda x: x**3),
     "sum": (lambda x: torch.add(x, -x, alpha=3), lambda x: -2 * x),
     "by name": (lambda x: torch.mul(input=x, other=x.sigmoid()), F.silu),
+    "interpolation": (
+        lambda x: torch.lerp(x, x * torch.sigmoid(x), 0.5),
+        lambda x: (x + F.silu(x)) / 2,
+    ),
+    "masks": (
+        lambda x: 2 * x - torch.where(KEPT, x, 0.0) - x.masked_fill(KEPT, 0.0),
+        lambda x: x.clone(),
+    ),
     "difference": (lambda x: F.gelu(x) + x - x, F.gelu),
     "known parts": (lambda x: (x + torch.ones(3)) * (2 * x / 2 + 1), lambda x: (x + 1).square()),
 }

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.moments import RandomTensor, Settings
+from pyro_structvi.moments.linear import RandomWeight
 from tests.moments.signs import assert_exact, assert_tangent, part_of, random_input
 
 MASK = torch.tensor([True, False, True, False])
@@ -148,6 +150,8 @@ KEEP = (
     lambda x: F.pad(x, (1, 2), value=3.0),
     lambda x: torch.where(MASK[:3], x, OTHER[0, 0, :3]),
     lambda x: x.masked_fill(torch.tensor([[True], [False]]), 2.0),
+    lambda x: x.mean(1, keepdim=True).expand(2, 3),
+    lambda x: x[:, 0].unsqueeze(-1) * torch.arange(3.0),
 )
 
 
@@ -157,6 +161,21 @@ def test_covariances_between_units_are_kept():
         found = function(x)
         assert found.covariance is not None
         assert_tangent(found, function, x)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 3)])
+def test_one_number_for_all_units_makes_them_dependent(shape):
+    """As a scalar that scales a layer."""
+    x, loc, scale = random_input(1, 3, full=True), torch.randn(shape), torch.rand(shape)
+    own = loc, torch.diag(scale.square().flatten())
+    for function in (torch.add, torch.mul):
+        for a in (
+            RandomTensor(loc, scale.square(), x.settings),
+            RandomWeight(MeanFieldNormal(loc, scale), x.settings),
+        ):
+            found = function(x, a)
+            assert found.covariance is not None
+            assert_exact(found, function, part_of(x), own)
 
 
 def test_tensors_that_are_joined_are_independent_of_each_other():
