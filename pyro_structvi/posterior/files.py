@@ -237,6 +237,8 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         header: dict[str, Any] = dict(json.loads(metadata[KEY]))
         number = header["format"]
+        for key in ("model", "left_out") if number == FORMAT else ():
+            header[key] = dict(header[key])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"`path` must be a file of `pyro_structvi.save`, but '{path}' is not. Read checkpoints and "

@@ -86,8 +86,9 @@ def predict_moments(
         differentiable: Whether to keep gradients with respect to the input and the parameters.
 
     Returns:
-        Moments, entropies and densities. The density of several targets is joint for normal noise that
-        is known or has one learned scale; under other likelihoods targets count as independent.
+        Moments, entropies and densities. The density of several targets ``(N, E)`` is joint for normal
+        noise that is known or has one learned scale, if the net ends with a dense layer of up to 128
+        outputs or ``covariance="full"``; else targets count as independent.
 
     Raises:
         NotImplementedError: If a function of the net has no rule, or the guide draws sites jointly.
