@@ -28,8 +28,16 @@ def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     return jnp.where(beta * x > threshold, x, jax.nn.softplus(beta * x) / beta)
 
 
-def _squeeze(x: Any, dim: int) -> Any:
-    return jnp.squeeze(x, dim) if x.shape[dim] == 1 else x
+def _squeeze(x: Any, dim: int | tuple[int, ...]) -> Any:
+    dims = dim if isinstance(dim, tuple) else (dim,)
+    return jnp.squeeze(x, tuple(each for each in dims if x.shape[each] == 1))
+
+
+def _index(part: Any) -> Any:
+    """Return an index with arrays in place of lists, which JAX refuses."""
+    if isinstance(part, tuple):
+        return tuple(map(_index, part))
+    return jnp.asarray(part) if isinstance(part, list) else part
 
 
 # Names and arguments as in torch; a name serves functions, methods and operators.
@@ -43,7 +51,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "flatten": _flatten,
     "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate == "tanh"),
     "getattr": lambda x, name: getattr(x, name),  # has a signature, unlike the builtin
-    "getitem": operator.getitem,
+    "getitem": lambda x, index: x[_index(index)],
     "leaky_relu": lambda x, negative_slope=0.01, inplace=False: jax.nn.leaky_relu(
         x, negative_slope
     ),
