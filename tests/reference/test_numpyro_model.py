@@ -233,7 +233,7 @@ def test_activations_and_their_derivatives_are_torchs(activation):
 def test_functions_are_torchs(function):
     x, net = make_data()[0], Calls(function).requires_grad_(False)
     with jax.enable_x64(True):
-        found = JaxNet(net, [])(x.numpy(), {})
+        found = JaxNet(net, [])(jax.numpy.asarray(x), {})
     np.testing.assert_allclose(found, net(x), rtol=1e-12, atol=1e-13)
 
 
