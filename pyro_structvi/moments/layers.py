@@ -73,8 +73,10 @@ def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> RandomT
     return _mul(input, 1 / other)
 
 
-def _lerp(input: Any, end: Any, weight: Any) -> RandomTensor:
+def _lerp(input: Any, end: Any, weight: Any) -> Any:
     """Return the moments of ``input + weight * (end - input)``, exact for independent arguments."""
+    if not isinstance(weight, RandomTensor):
+        return input * (1 - weight) + end * weight
     (a, va), (b, vb), (w, vw) = moments(input), moments(end), moments(weight)
     loc, spread = torch.lerp(a, b, w), 0 if vw is None else vw
     variance = total(
