@@ -344,6 +344,4 @@ def covariance_of(x: Any) -> Tensor:
     """Return the covariance between the elements of the last dimension of a random tensor."""
     if isinstance(x, RandomWeight) and x.part == "whole":
         return x.distribution.covariance_matrix
-    if not x.dim():
-        return x.variance.reshape(1, 1)
-    return torch.diag_embed(x.variance) if x.covariance is None else x.covariance
+    return torch.diag_embed(torch.atleast_1d(x.variance)) if x.covariance is None else x.covariance

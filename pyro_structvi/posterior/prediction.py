@@ -276,7 +276,13 @@ class _Reader:
         likelihood = in_single(node["fn"])
         base = base_of(likelihood)
         probs = class_probabilities(base)
-        mean, variance = moments_of(base) if probs is None else (probs, probs * (1 - probs))
+        try:
+            mean, variance = moments_of(base) if probs is None else (probs, probs * (1 - probs))
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"A {type(base).__name__} has no mean and variance in torch, which a prediction has of "
+                "the observations. Draw observations by `pyro.infer.Predictive`."
+            ) from error
         leaves, structure = take_apart(mean if returned is None else returned)
         if self.keeps:
             self._check(leaves, len(mean))

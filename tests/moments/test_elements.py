@@ -12,7 +12,6 @@ from pyro_structvi.moments.linear import RandomWeight
 from pyro_structvi.moments.rules import LONGEST
 from tests.moments.signs import assert_same, random_input
 
-
 KEPT = torch.tensor([True, False, True])
 
 

@@ -137,6 +137,11 @@ def test_derivatives_of_quantiles_leave_out_draws_whose_support_is_elsewhere():
     assert found[2] == 0
 
 
+def test_observations_without_a_mean_are_refused_in_words():
+    with pytest.raises(NotImplementedError, match="A FoldedDistribution has no mean and variance"):
+        predict_of(lambda mean: dist.FoldedDistribution(dist.Normal(mean, 0.3)), torch.ones(5))
+
+
 def test_a_count_without_a_distribution_function_has_quantiles_of_samples():
     """Geometric keeps its logits under no other name, and computes probabilities from them."""
     found = predict_of(lambda mean: dist.Geometric(logits=mean), torch.ones(5))
