@@ -124,8 +124,10 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     if not isinstance(posterior, Mapping):
         return num_samples or getattr(posterior, "num_points", 0) or DEFAULT_NUM_SAMPLES
     sizes = {name: len(draws) for name, draws in posterior.items()}
-    if len(set(sizes.values())) != 1:
-        raise ValueError(f"All sites must have the same number of draws, but got {sizes}.")
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        raise ValueError(
+            f"All sites must have at least one and the same number of draws, but got {sizes}."
+        )
     available = next(iter(sizes.values()))
     if num_samples is not None and num_samples > available:
         raise ValueError(

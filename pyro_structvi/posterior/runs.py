@@ -145,6 +145,11 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
             "Leave them out of the inputs: `predict(model, posterior, x, y=y)`; a loader has "
             "mini-batches `x` or `(x, y)`."
         )
+    if not free:
+        raise ValueError(
+            f"`posterior` must have draws of latent sites only, but has those of all sites, {[*nodes]}. "
+            "Leave the observations out."
+        )
     if not observed:
         raise ValueError(
             f"The observed site must be one of {free}"

@@ -73,7 +73,7 @@ def bulk_ess(values: Tensor) -> Tensor:
     r"""Return the bulk effective sample size of values ``(chain, draw, *shape)``, ``(*shape)``.
 
     Chains are split in halves, values are replaced by the normal scores of their ranks, and
-    autocorrelations are summed by Geyer's initial monotone sequence. NaN for constants.
+    autocorrelations are summed by Geyer's initial monotone sequence. NaN for constants and for NaN.
 
     References:
         Vehtari, Gelman, Simpson, Carpenter and Buerkner (2021), "Rank-normalization, folding, and
@@ -104,8 +104,8 @@ def bulk_ess(values: Tensor) -> Tensor:
     is_negative = pairs.gather(0, ends).squeeze(0) < 0
     following = torch.where(is_negative, following.clamp_min(0.0), following)
     time = (2 * kept - 1 + following).clamp_min(1 / math.log10(total))
-    is_constant = (columns == columns[:, :1]).all(1)
-    return torch.where(is_constant, math.nan, total / time).reshape(shape)
+    is_unknown = (columns == columns[:, :1]).all(1) | columns.isnan().any(1)
+    return torch.where(is_unknown, math.nan, total / time).reshape(shape)
 
 
 def convergence_of(

@@ -29,7 +29,12 @@ from tests.posterior.passed_models import draws_of
             lambda d: d | {"net.0.bias": torch.zeros(4, 7)},
             r"'net.0.bias' values of the model's shape \(5,\), but got \(7,\)",
         ),
-        (lambda d: d | {"obs": torch.zeros(4, 5, 1)}, "The observed site must be one of"),
+        (lambda d: d | {"obs": torch.zeros(4, 5, 1)}, "of latent sites only, but .* 'obs'.*Leave"),
+        (
+            lambda d: {name: value[:0] for name, value in d.items()},
+            "at least one and the same number of draws, but",
+        ),
+        (lambda d: {}, "at least one and the same number of draws, but got {}"),
     ],
 )
 def test_draws_must_have_exactly_the_latent_sites(change, message):

@@ -359,7 +359,7 @@ def test_effective_sample_sizes_and_r_hats_are_those_of_arviz(count):
     values[..., 4] = values[..., 4].round()
     expected = [az.ess(values[..., i].numpy(), method="bulk") for i in range(5)]
     np.testing.assert_allclose(bulk_ess(values), expected, rtol=1e-8)
-    assert bulk_ess(torch.ones(2, 8, 1)).isnan().all()
+    assert bulk_ess(torch.tensor([1.0, torch.nan]).expand(2, 8, 2)).isnan().all()
     if count % 2 == 0:
         expected = [az.rhat(values[..., i].numpy(), method="split") for i in range(5)]
         np.testing.assert_allclose(split_gelman_rubin(values), expected, rtol=1e-12)
