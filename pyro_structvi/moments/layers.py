@@ -379,6 +379,15 @@ def _max_pool(
     return RandomTensor(*parts[0], input.settings)
 
 
+def _pooled(average: Callable[[Tensor], Tensor], input: RandomTensor, counts: Any) -> RandomTensor:
+    """Return the moments of averages over windows of so many elements."""
+    if input.covariance is None:
+        return RandomTensor(average(input.loc), average(input.variance) / counts, input.settings)
+    covariance = average(average(input.covariance).mT)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return RandomTensor(average(input.loc), variance, input.settings, covariance)
+
+
 def _average_pool(
     dims: int,
     input: RandomTensor,
@@ -395,12 +404,9 @@ def _average_pool(
             "Average pooling with `ceil_mode`, `divisor_override`, or padding that does not count, has "
             "no moments"
         )
-    pool = getattr(F, f"avg_pool{dims}d")
-    loc, variance = (
-        pool(part, kernel_size, stride, padding) for part in (input.loc, input.variance)
-    )
+    average: Callable[..., Tensor] = getattr(F, f"avg_pool{dims}d")
     count = torch.Size(for_each_dim(kernel_size, dims)).numel()
-    return RandomTensor(loc, variance / count, input.settings)
+    return _pooled(lambda part: average(part, kernel_size, stride, padding), input, count)
 
 
 def _adaptive_average_pool(dims: int, input: RandomTensor, output_size: Any) -> RandomTensor:
@@ -411,8 +417,8 @@ def _adaptive_average_pool(dims: int, input: RandomTensor, output_size: Any) -> 
     for size, parts in zip(old, new, strict=True):
         own = [-(-(i + 1) * size // parts) - i * size // parts for i in range(parts)]
         counts = counts.unsqueeze(-1) * counts.new_tensor(own)
-    pool = getattr(F, f"adaptive_avg_pool{dims}d")
-    return RandomTensor(pool(input.loc, new), pool(input.variance, new) / counts, input.settings)
+    average: Callable[..., Tensor] = getattr(F, f"adaptive_avg_pool{dims}d")
+    return _pooled(lambda part: average(part, new), input, counts)
 
 
 LAYER_RULES: dict[str, Callable[..., Any]] = {

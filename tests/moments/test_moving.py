@@ -151,6 +151,8 @@ KEEP = (
     lambda x: torch.where(MASK[:3], x, OTHER[0, 0, :3]),
     lambda x: x.masked_fill(torch.tensor([[True], [False]]), 2.0),
     lambda x: torch.lerp(x, torch.ones(2, 3), 0.3),
+    lambda x: F.avg_pool1d(x, 2, stride=1, padding=1),
+    lambda x: F.adaptive_avg_pool1d(x, 2),
     lambda x: x.mean(1, keepdim=True).expand(2, 3),
     lambda x: x[:, 0].unsqueeze(-1) * torch.arange(3.0),
 )
