@@ -378,8 +378,8 @@ SCALES, LAPLACE = ps.HierarchicalScale(dist.HalfCauchy(1.0)), dist.Laplace(0.0, 
 @pytest.mark.parametrize(
     ("options", "others", "message"),
     [
-        (OF_DF, {"noise": 0.5, "df": 5.0}, "'model' has df 4 in the file and 5.0 here"),
-        (OF_DF, {"noise": 0.5}, "'model' has df 4 in the file and None here"),
+        (OF_DF, {"noise": 0.5, "df": 5.0}, "'model' has df 4.0 in the file and 5.0 here"),
+        (OF_DF, {"noise": 0.5}, "'model' has df 4.0 in the file and None here"),
         (
             TOKENS,
             {"kind": ps.Classifier},
