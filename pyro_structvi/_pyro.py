@@ -118,11 +118,25 @@ def _with_base(kind: Any, base: Any) -> Any:
     own["__reduce__"] = _reduce
     if hasattr(kind, "__deepcopy__"):
         own["__deepcopy__"] = _deepcopy
+    if getattr(kind, "__getitem__", None) in _SLICED:
+        own["__getitem__"] = _item
     mixed = () if plain is nn.Module else (PyroModule[plain],)
     if plain is kind:
         return _PyroModuleMeta(f"Pyro{kind.__name__}", (*mixed, base), own)
     joint: Any = type(f"Pyro{type(kind).__name__}", (_PyroModuleMeta, type(kind)), {})
     return joint(f"Pyro{kind.__name__}", (kind, *mixed, base), own)
+
+
+_SLICED = (nn.Sequential.__getitem__, nn.ParameterList.__getitem__)
+
+
+def _item(self: Any, index: Any) -> Any:
+    """Return an item of a container, or a slice without Pyro's class, which would rename its modules."""
+    if not isinstance(index, slice):
+        return plain_class(self).__getitem__(self, index)  # type: ignore[attr-defined]
+    if isinstance(self, nn.ParameterList):  # a draw in a list of parameters would become one
+        return [self[each] for each in range(len(self))[index]]
+    return plain_class(self)(OrderedDict([*self._modules.items()][index]))
 
 
 def _reduce(self: PyroModule) -> tuple[Any, ...]:
