@@ -372,7 +372,7 @@ class Classifier(Likelihood):
         References:
             Harrison, Willes and Snoek (2024), "Variational Bayesian last layers", Sec. 3.2.
         """
-        chosen = mean.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        chosen = mean.gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
         return chosen - (mean + 0.5 * variance).logsumexp(-1)
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
@@ -381,8 +381,8 @@ class Classifier(Likelihood):
         weights = self.class_weights
         if weights is not None:
             check_shape("class_weights", weights, output.shape[-1:], "(classes,)")
-            # The likelihood refuses classes out of range.
-            weights = None if y is None else weights[y.clamp(0, len(weights) - 1)]
+            # The likelihood refuses classes out of range; bytes would be a mask.
+            weights = None if y is None else weights[y.long().clamp(0, len(weights) - 1)]
         self._observe(lambda: dist.Categorical(logits=output), y, weights)
         return output
 

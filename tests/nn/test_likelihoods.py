@@ -134,8 +134,8 @@ def test_class_weights_are_those_of_torch():
     guide.initialize(x, y)
     logits = F.linear(x, *guide.median().values())
     loss = F.cross_entropy(logits, y, weights, reduction="sum")
-    for estimator in ("draws", "moments"):
-        terms = ps.StructuredELBO(estimator=estimator).terms(model, guide, x, y)
+    for estimator in ("draws", "moments", "bound"):
+        terms = ps.StructuredELBO(estimator=estimator).terms(model, guide, x, y.byte())
         torch.testing.assert_close(terms.log_likelihood["obs"], -10 * loss, rtol=1e-6, atol=0)
     density = ps.predict(model, guide, x, num_samples=2, y=y).log_density
     torch.testing.assert_close(density, -ce(logits, y), rtol=1e-6, atol=1e-6)
