@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from numbers import Real
+from numbers import Number, Real
 from typing import Annotated, Any
 
 import pyro.distributions as dist
@@ -246,6 +246,9 @@ def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
         kind = type(prior) if is_pyros else getattr(dist, type(prior).__name__)
         arguments = {key: getattr(prior, key).to(parameter) for key in argument_names(prior)}
         rebuilt = kind(**arguments)
+        plain = {key: value for key, value in vars(prior).items() if isinstance(value, (Number, str))}
+        if any(vars(rebuilt).get(key) != plain[key] for key in plain if key[0] != "_"):
+            raise TypeError  # an option that is no tensor, such as `coords` of `Stable`
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
             f"The prior for '{name}' must be a distribution that its tensor arguments define, such "

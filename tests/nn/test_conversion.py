@@ -121,6 +121,7 @@ def test_shared_weights_stay_one_site(net_class):
             TypeError,
             "must be a distribution that its tensor arguments define",
         ),
+        (dist.Stable(1.5, 0.5, coords="S"), TypeError, "that its tensor arguments define"),
     ],
     ids=str,
 )
