@@ -133,7 +133,7 @@ _SLICED = (nn.Sequential.__getitem__, nn.ParameterList.__getitem__)
 def _item(self: Any, index: Any) -> Any:
     """Return an item of a container, or a slice without Pyro's class, which would rename its modules."""
     if not isinstance(index, slice):
-        return plain_class(self).__getitem__(self, index)  # type: ignore[attr-defined]
+        return plain_class(self).__getitem__(self, index)  # type: ignore[index]
     if isinstance(self, nn.ParameterList):  # a draw in a list of parameters would become one
         return [self[each] for each in range(len(self))[index]]
     return plain_class(self)(OrderedDict([*self._modules.items()][index]))

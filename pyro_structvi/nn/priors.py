@@ -246,9 +246,11 @@ def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
         kind = type(prior) if is_pyros else getattr(dist, type(prior).__name__)
         arguments = {key: getattr(prior, key).to(parameter) for key in argument_names(prior)}
         rebuilt = kind(**arguments)
-        plain = {key: value for key, value in vars(prior).items() if isinstance(value, (Number, str))}
-        if any(vars(rebuilt).get(key) != plain[key] for key in plain if key[0] != "_"):
-            raise TypeError  # an option that is no tensor, such as `coords` of `Stable`
+        own = vars(rebuilt)
+        for key, value in vars(prior).items():  # options, such as `coords` of `Stable`
+            is_option = isinstance(value, (Number, str)) and key[0] != "_"
+            if is_option and own.get(key, value) != value:
+                raise TypeError
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
             f"The prior for '{name}' must be a distribution that its tensor arguments define, such "

@@ -49,6 +49,7 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     The result is a copy without computed properties, or the distribution itself if no tensor changes.
     """
+    change = cache(change)  # an argument under two names stays one, as `_computed_names` expects
 
     def changed(value: Any) -> Any:
         if isinstance(value, Tensor):

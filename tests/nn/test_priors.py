@@ -220,7 +220,7 @@ def test_the_kl_of_a_joined_weight_is_on_average_over_draws_that_of_parts(name):
     torch.testing.assert_close(found, expected.detach())
 
 
-OTHERS = {  # of torch, which become Pyro's, and of both
+OTHERS = {  # of torch, which become Pyro's; transforms and mixtures over all elements
     "hierarchical": lambda: ps.HierarchicalScale(torch.distributions.HalfCauchy(torch.rand(()))),
     "Laplace": lambda: torch.distributions.Laplace(torch.zeros(SHAPE), torch.ones(SHAPE)),
     "Student": lambda: torch.distributions.Independent(
@@ -230,6 +230,10 @@ OTHERS = {  # of torch, which become Pyro's, and of both
         dist.StudentT(5.0, torch.zeros(SHAPE), 1.0).to_event(2),
         [dist.transforms.AffineTransform(torch.randn(SHAPE), 2 * torch.rand(SHAPE) + 0.1, 2)],
     ),
+    "mixture": lambda: dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(5, 2)),
+        dist.Normal(torch.zeros(5, 2, 3), torch.tensor([[0.1], [1.0]])).to_event(1),
+    ).to_event(1),
 }
 
 
