@@ -181,8 +181,8 @@ def median(prior: Distribution) -> Tensor:
 
 def feasible_point(prior: Any) -> Tensor:
     """Return a value in the support of a distribution: the image of zero under a bijection."""
-    bijection = biject_to(prior.support)
-    value: Tensor = bijection(torch.zeros(bijection.inverse_shape(prior.shape())))
+    bijection, like = biject_to(prior.support), next(iter(tensors_of(prior)), torch.empty(()))
+    value: Tensor = bijection(like.new_zeros(bijection.inverse_shape(prior.shape())))
     return value
 
 

@@ -120,6 +120,14 @@ def test_what_was_formed_in_half_precision_is_formed_anew():
     assert q.variance_sum.dtype == HALF
 
 
+def test_a_prior_without_samples_in_half_precision_serves():
+    """Torch has no gamma numbers in half precision on a processor."""
+    model = ps.Regressor(linear(2, HALF, dist.StudentT(3.0)), 20, 0.1)
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(torch.randn(20, 3).to(HALF), torch.randn(20, 2))
+    assert guide.uses["net.weight"].count == 1
+
+
 def test_inducing_weights_are_not_in_half_precision():
     model = ps.Regressor(linear(2, HALF), 20, 0.1)
     with pytest.raises(TypeError, match=r"must be in single or double precision .* torch.bfloat16"):
