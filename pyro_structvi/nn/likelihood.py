@@ -270,7 +270,7 @@ def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, i
     """Return outputs ``(*plates, batch, ...)`` of a net and the number of plates around the model.
 
     A site in such plates has the value ``(*plates, 1, *shape)``, with a 1 for the plate of the data, or
-    ``(*plates, *shape)`` in ``Predictive``.
+    ``(*plates, *shape)`` in ``Predictive``, or ``shape`` by a handler.
     """
     plates = plates_around()
     if not plates or not isinstance(net, PyroModule):
@@ -283,7 +283,8 @@ def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, i
                 is_fixed = isinstance(prior, torch.distributions.Distribution)
                 distribution = prior if is_fixed else prior(module)
                 shape = distribution.event_shape or distribution.shape()
-                values[name], flat[name] = value, value.reshape(plates.numel(), *shape)
+                rows = value.reshape(-1, *shape)  # one if a handler gave the value, as `condition`
+                values[name], flat[name] = value, rows.expand(plates.numel(), *shape)
 
         def run(own: dict[str, Tensor]) -> Tensor:
             cache.update(own)

@@ -23,6 +23,7 @@ from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.likelihood import Likelihood, Output, Terms
 from pyro_structvi.nn.priors import check_constant, resolve_prior, sample_from
+from pyro_structvi.nn.random_module import prior_of
 
 NoiseScale = float | Tensor | torch.distributions.Distribution
 DegreesOfFreedom = Annotated[
@@ -158,9 +159,12 @@ class Regressor(Likelihood):
             scale = F.softplus(raw).clamp_min(SMALLEST_SCALE)
         else:
             mean, scale = found, self.noise_scale
-            if plates and "noise_scale" in declared_samples(self):  # (*plates, 1, *shape)
+            is_site = "noise_scale" in declared_samples(self)
+            own = prior_of(self, "noise_scale").event_shape if is_site else scale.shape
+            split = scale.dim() - len(own)
+            if split:  # (*plates, 1, *shape)
                 ones = (1,) * (mean.dim() - scale.dim())
-                scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
+                scale = scale.reshape(*scale.shape[:split], *ones, *scale.shape[split:])
             else:
                 target = mean.shape[plates + 1 :]
                 check_broadcastable("noise_scale", scale, target, "the shape of a target")

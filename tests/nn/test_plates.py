@@ -29,9 +29,19 @@ make_hierarchical_regressor = partial(make_regressor, ps.HierarchicalScale(dist.
 MODELS = [make_image_classifier, make_regressor, make_noisy_regressor]
 
 
+def make_conditioned_regressor():
+    """A model with one bias and one noise for all particles, as many targets as there are."""
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 4)), 12, dist.HalfNormal(torch.ones(4)))
+    values = {"net.bias": torch.randn(4), "noise_scale": torch.rand(4) + 0.1}
+    return poutine.condition(model, values), (torch.randn(12, 3), torch.randn(12, 4))
+
+
 @pytest.mark.parametrize(
     ("guide_name", "make_model"),
-    [*(("k-tied, joined", make) for make in MODELS), ("low rank", make_regressor)],
+    [
+        *(("k-tied, joined", make) for make in MODELS),
+        *(("low rank", make) for make in (make_regressor, make_conditioned_regressor)),
+    ],
 )
 def test_the_loss_of_particles_in_plates_is_that_of_each_alone(guide_name, make_model):
     """The vectorized loss, and log q - log p of each particle's draws, one after another."""
