@@ -105,6 +105,9 @@ class RandomModule(PyroModule):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute; a random parameter outside of passes is a tensor without values."""
+        own = vars(self).get("_parameters", {}).get(name)
+        if own is not None and not own.requires_grad:  # Pyro's param store would unfreeze it
+            return own
         if name not in declared_samples(self) or can_sample(self, name):
             return super().__getattr__(name)
         prior = prior_of(self, name)

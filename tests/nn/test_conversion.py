@@ -179,6 +179,28 @@ def test_frozen_parameters_stay_frozen_without_a_copy_and_keep_their_class():
         assert not net[i].weight.requires_grad
 
 
+def frozen_later():
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)
+    net = ps.bayesianize(nn.Sequential(*layers), prior={"0.*": None, "*": 1.0})
+    net[0].requires_grad_(False)
+    return net
+
+
+def frozen_beside_a_part():
+    return nn.Sequential(nn.Linear(3, 4).requires_grad_(False), ps.bayesianize(nn.Linear(4, 1)))
+
+
+@pytest.mark.parametrize("make_net", [frozen_later, frozen_beside_a_part])
+def test_what_is_frozen_outside_of_the_conversion_stays_frozen(make_net):
+    net, data = make_net(), regression_data()
+    model = ps.Regressor(net, num_data=12, noise_scale=0.3)
+    guide, before = ps.MeanFieldGuide(model), net[0].weight.clone()
+    ps.fit(model, guide, data, num_steps=2, progress=False)
+    SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO()).step(*data)
+    assert torch.equal(net[0].weight, before)
+    assert not net[0].weight.requires_grad
+
+
 def test_a_frozen_transpose_is_another_parameter():
     """Both have the memory and the shape of one matrix."""
     net = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2)), nn.Linear(3, 1))
