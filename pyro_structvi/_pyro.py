@@ -236,6 +236,17 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     _PYRO_PARAM_STORE._param_to_name[parameter] = name
 
 
+def show_parameter(module: PyroModule, attribute: str, parameter: nn.Parameter) -> None:
+    """Mirror a module's parameter, in place of a former module's under its name in Pyro's param store.
+
+    The module uses its own, and ``SVI`` trains the parameter that the store has.
+    """
+    name = module._pyro_get_fullname(attribute)
+    stored = stored_parameter(name)
+    if stored is not None and stored is not parameter:
+        mirror_parameter(name, parameter)
+
+
 def has_parameters(prefix: str) -> bool:
     """Whether Pyro's param store has parameters whose names begin with a prefix."""
     names = [*_PYRO_PARAM_STORE._params]  # which a guide may leave meanwhile that is collected

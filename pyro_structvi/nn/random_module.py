@@ -16,6 +16,7 @@ from pyro_structvi._pyro import (
     keep_values_in,
     lists_values,
     plain_class,
+    show_parameter,
     site_name,
     values_of_pass,
 )
@@ -88,7 +89,20 @@ def check_in_pass(module: PyroModule, name: str) -> None:
         _refuse(declared_name(module, name))
 
 
-class RandomModule(PyroModule):
+class OwnParameters(PyroModule):
+    """A PyroModule that uses its own parameters, frozen or not, whatever Pyro's param store has."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute; a frozen parameter past the store, which would unfreeze it."""
+        own = vars(self).get("_parameters", {}).get(name)
+        if own is not None and not own.requires_grad:
+            return own
+        if own is not None and self._pyro_context.active and not name.endswith("_unconstrained"):
+            show_parameter(self, name, own)
+        return super().__getattr__(name)
+
+
+class RandomModule(OwnParameters):
     """A PyroModule whose random parameters are read during passes of the model only.
 
     Pyro samples a parameter that is read outside of a pass from the prior, so a net that predicts,
@@ -105,9 +119,6 @@ class RandomModule(PyroModule):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute; a random parameter outside of passes is a tensor without values."""
-        own = vars(self).get("_parameters", {}).get(name)
-        if own is not None and not own.requires_grad:  # Pyro's param store would unfreeze it
-            return own
         if name not in declared_samples(self) or can_sample(self, name):
             return super().__getattr__(name)
         prior = prior_of(self, name)

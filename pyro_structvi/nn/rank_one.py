@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Literal
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
 from pyro_structvi._checks import CheckedFields, Positive, check, checked, naming, shape_text
 from pyro_structvi._torch import forward_hooks
 from pyro_structvi.maps.calls import drawn_per_example
 from pyro_structvi.nn.priors import Prior, sample_from
+from pyro_structvi.nn.random_module import OwnParameters
 
 Start = Literal["ones", "signs"]
 
@@ -121,7 +121,7 @@ class RankOneLayer(FactorLayer):
         return scale_channels(hidden, self.output_scale, self.channel_dim)
 
 
-class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
+class RankOneLinear(RankOneLayer, nn.Linear, OwnParameters):
     """A dense layer with the weight W0 * (r s') and random r and s.
 
     The outputs are ``(W0 (s * x)) * r + b``. The parameters ``weight`` and ``bias``, W0 and b, are point
@@ -156,19 +156,19 @@ class RankOneConv(RankOneLayer):
     """
 
 
-class RankOneConv1d(RankOneConv, nn.Conv1d, PyroModule):
+class RankOneConv1d(RankOneConv, nn.Conv1d, OwnParameters):
     """The :class:`RankOneConv` in one dimension."""
 
     _torch_layer = nn.Conv1d
 
 
-class RankOneConv2d(RankOneConv, nn.Conv2d, PyroModule):
+class RankOneConv2d(RankOneConv, nn.Conv2d, OwnParameters):
     """The :class:`RankOneConv` in two dimensions."""
 
     _torch_layer = nn.Conv2d
 
 
-class RankOneConv3d(RankOneConv, nn.Conv3d, PyroModule):
+class RankOneConv3d(RankOneConv, nn.Conv3d, OwnParameters):
     """The :class:`RankOneConv` in three dimensions."""
 
     _torch_layer = nn.Conv3d

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
 from pyro_structvi._checks import (
@@ -23,6 +22,7 @@ from pyro_structvi._checks import (
 from pyro_structvi.linalg.matrices import walsh_hadamard_transform
 from pyro_structvi.maps.calls import drawn_per_example
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
+from pyro_structvi.nn.random_module import OwnParameters
 from pyro_structvi.nn.rank_one import FactorLayer, geometry_of, is_plain
 
 Sizes = Count | tuple[Count, ...]
@@ -30,7 +30,7 @@ Margins = Whole | tuple[Whole, ...] | Literal["same", "valid"]
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
-class WalshHadamardLayer(FactorLayer, PyroModule):
+class WalshHadamardLayer(FactorLayer, OwnParameters):
     """Base of the Walsh-Hadamard layers; arguments as for :class:`WalshHadamardLinear`."""
 
     draws_per_example = True

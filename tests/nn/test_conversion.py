@@ -11,13 +11,13 @@ import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
-from pyro.infer import SVI
+from pyro.infer import SVI, Trace_ELBO
 from pyro.nn import PyroModule
 from torch import nn
 from torch.func import functional_call
 
 import pyro_structvi as ps
-from pyro_structvi.nn import PointEstimateWarning
+from pyro_structvi.nn import PointEstimateWarning, RankOneLinear
 from pyro_structvi.sites.finding import find_declared_sites
 from tests.models import regression_data
 
@@ -190,7 +190,11 @@ def frozen_beside_a_part():
     return nn.Sequential(nn.Linear(3, 4).requires_grad_(False), ps.bayesianize(nn.Linear(4, 1)))
 
 
-@pytest.mark.parametrize("make_net", [frozen_later, frozen_beside_a_part])
+def frozen_under_factors():
+    return nn.Sequential(RankOneLinear(nn.Linear(3, 1).requires_grad_(False)))
+
+
+@pytest.mark.parametrize("make_net", [frozen_later, frozen_beside_a_part, frozen_under_factors])
 def test_what_is_frozen_outside_of_the_conversion_stays_frozen(make_net):
     net, data = make_net(), regression_data()
     model = ps.Regressor(net, num_data=12, noise_scale=0.3)
@@ -199,6 +203,23 @@ def test_what_is_frozen_outside_of_the_conversion_stays_frozen(make_net):
     SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO()).step(*data)
     assert torch.equal(net[0].weight, before)
     assert not net[0].weight.requires_grad
+
+
+def normalized():
+    net = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+    return ps.bayesianize(net, normalization=False)
+
+
+@pytest.mark.parametrize("make_net", [normalized, lambda: RankOneLinear(nn.Linear(3, 1))])
+def test_a_second_model_trains_its_own_parameters(make_net):
+    """Those of the first model have the same names in Pyro's param store."""
+    data = regression_data()
+    for net in (make_net(), make_net()):
+        model = ps.Regressor(net, num_data=12, noise_scale=0.3)
+        before = next(net.parameters()).clone()
+        svi = SVI(model, ps.MeanFieldGuide(model), pyro.optim.Adam({"lr": 0.1}), Trace_ELBO())
+        svi.step(*data)
+        assert not torch.equal(next(net.parameters()), before)
 
 
 def test_a_frozen_transpose_is_another_parameter():
