@@ -12,6 +12,7 @@ from typing import Any
 from pyro.nn import PyroModule
 from pyro.nn.module import _Context, _PyroModuleMeta
 from pyro.optim import PyroOptim
+from pyro.params import param_with_module_name
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
 from torch import Size, Tensor, nn
@@ -236,15 +237,19 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     _PYRO_PARAM_STORE._param_to_name[parameter] = name
 
 
-def show_parameter(module: PyroModule, attribute: str, parameter: nn.Parameter) -> None:
-    """Mirror a module's parameter, in place of a former module's under its name in Pyro's param store.
+def show_parameters(module: PyroModule, attribute: str, value: nn.Parameter | nn.Module) -> None:
+    """Mirror a module's parameters, in place of a former module's under their names in the store.
 
-    The module uses its own, and ``SVI`` trains the parameter that the store has.
+    The module uses its own, and ``SVI`` trains the parameters that the store has.
     """
     name = module._pyro_get_fullname(attribute)
-    stored = stored_parameter(name)
-    if stored is not None and stored is not parameter:
-        mirror_parameter(name, parameter)
+    shown = {name: value} if isinstance(value, nn.Parameter) else {}
+    if isinstance(value, nn.Module):
+        shown = {param_with_module_name(name, key): own for key, own in value.named_parameters()}
+    for key, parameter in shown.items():
+        stored = stored_parameter(key)
+        if stored is not None and stored is not parameter:
+            mirror_parameter(key, parameter)
 
 
 def has_parameters(prefix: str) -> bool:

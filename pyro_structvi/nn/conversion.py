@@ -37,6 +37,7 @@ from pyro_structvi.nn.priors import (
     sample_from,
 )
 from pyro_structvi.nn.random_module import (
+    OwnParameters,
     RandomModule,
     check_any_in_pass,
     freeze,
@@ -153,7 +154,7 @@ def bayesianize(
     return _copy_with_sites(net, priors, converted)
 
 
-class LastLayer(PyroModule):
+class LastLayer(OwnParameters):
     """A Bayesian last layer: features are point estimates, and the last layer has a prior.
 
     The outputs are normal, so the bound has no noise with ``StructuredELBO(estimator="moments")``, or

@@ -16,7 +16,7 @@ from pyro_structvi._pyro import (
     keep_values_in,
     lists_values,
     plain_class,
-    show_parameter,
+    show_parameters,
     site_name,
     values_of_pass,
 )
@@ -94,11 +94,14 @@ class OwnParameters(PyroModule):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute; a frozen parameter past the store, which would unfreeze it."""
-        own = vars(self).get("_parameters", {}).get(name)
-        if own is not None and not own.requires_grad:
-            return own
-        if own is not None and self._pyro_context.active and not name.endswith("_unconstrained"):
-            show_parameter(self, name, own)
+        found = vars(self).get("_parameters", {}).get(name)
+        if found is None:
+            found = vars(self).get("_modules", {}).get(name)
+        elif not found.requires_grad:
+            return found
+        is_own = found is not None and not isinstance(found, PyroModule)
+        if is_own and self._pyro_context.active and not name.endswith("_unconstrained"):
+            show_parameters(self, name, found)
         return super().__getattr__(name)
 
 

@@ -210,7 +210,13 @@ def normalized():
     return ps.bayesianize(net, normalization=False)
 
 
-@pytest.mark.parametrize("make_net", [normalized, lambda: RankOneLinear(nn.Linear(3, 1))])
+@pytest.mark.parametrize(
+    "make_net",
+    [
+        *(normalized, lambda: RankOneLinear(nn.Linear(3, 1))),
+        lambda: ps.LastLayer(nn.Linear(3, 4), nn.Linear(4, 1)),
+    ],
+)
 def test_a_second_model_trains_its_own_parameters(make_net):
     """Those of the first model have the same names in Pyro's param store."""
     data = regression_data()
