@@ -238,10 +238,12 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def show_parameters(module: PyroModule, attribute: str, value: nn.Parameter | nn.Module) -> None:
-    """Mirror a module's parameters, in place of a former module's under their names in the store.
+    """In a pass, mirror a module's parameters in place of a former module's under their names.
 
     The module uses its own, and ``SVI`` trains the parameters that the store has.
     """
+    if not module._pyro_context.active:
+        return
     name = module._pyro_get_fullname(attribute)
     shown = {name: value} if isinstance(value, nn.Parameter) else {}
     if isinstance(value, nn.Module):

@@ -99,8 +99,7 @@ class OwnParameters(PyroModule):
             found = vars(self).get("_modules", {}).get(name)
         elif not found.requires_grad:
             return found
-        is_own = found is not None and not isinstance(found, PyroModule)
-        if is_own and self._pyro_context.active and not name.endswith("_unconstrained"):
+        if found is not None and not isinstance(found, PyroModule):
             show_parameters(self, name, found)
         return super().__getattr__(name)
 
