@@ -503,7 +503,7 @@ class PaddedCategorical(dist.Categorical):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return log probabilities of the values' shape, zero for ignored values."""
-        ignored = value == self.ignore_index
+        ignored = value.long() == self.ignore_index  # to bytes -100 is 156
         log_probs: Tensor = super().log_prob(value.masked_fill(ignored, 0))
         return log_probs.masked_fill(ignored, 0.0)
 
@@ -517,4 +517,4 @@ class _ClassOr(constraints.Constraint):
 
     def check(self, value: Tensor) -> Tensor:
         is_class: Tensor = self.classes.check(value)
-        return is_class | (value == self.ignore_index)
+        return is_class | (value.long() == self.ignore_index)

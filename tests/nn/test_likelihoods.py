@@ -272,5 +272,7 @@ def test_padding_has_no_gradient_and_stays_when_a_padded_categorical_grows():
     assert logits.grad[:, :-2].any()
     tokens = PaddedCategorical(logits=torch.zeros(3, 2), ignore_index=7).expand((4, 3))
     assert tokens.log_prob(torch.full((4, 3), 7)).eq(0).all()
+    own = PaddedCategorical(logits=torch.zeros(1, 256)).log_prob(torch.tensor([156]).byte())
+    torch.testing.assert_close(own, -torch.tensor([256.0]).log())
     with pytest.raises(ValueError, match="within the support"):
         PaddedCategorical(logits=torch.zeros(3, 2), validate_args=True).log_prob(torch.tensor(5))
