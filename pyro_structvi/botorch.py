@@ -33,6 +33,8 @@ class StructuredModel(EnsembleModel):
     The posterior at X is a set of S functions, one for each draw of all weights: joint over all inputs,
     and the same in each call. Samples are differentiable in X. A guide is sampled once, on its device.
     The functions have no noise: ``observation_noise=True`` changes nothing, as for BoTorch's ensembles.
+    They are what the model returns, such as log rates of a :class:`~pyro_structvi.PoissonRegressor`, and
+    ``best_f`` must be in these units.
 
     Args:
         model: The model, such as a :class:`~pyro_structvi.Regressor` of the mean of outcomes ``(n, m)``.
