@@ -223,7 +223,9 @@ class StructuredModel(EnsembleModel):
         if hasattr(model, "num_data"):
             model.num_data = len(data[0])
         options = {"kl_weight": 1.0, "progress": False, **kwargs}
-        fit(model, guide, (inputs, outcomes), num_steps=num_steps, lr=lr, **options)
+        history = fit(model, guide, (inputs, outcomes), num_steps=num_steps, lr=lr, **options)
+        if history.interrupted:  # a loop would go on with what there is
+            raise KeyboardInterrupt
         return StructuredModel(
             model,
             guide,

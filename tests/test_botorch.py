@@ -182,6 +182,16 @@ def test_conditioning_fits_a_copy_to_all_data():
     assert other.num_draws == 6
 
 
+def test_an_interrupt_ends_conditioning():
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure=None):
+            raise KeyboardInterrupt
+
+    options = {"optimizer": Interrupted, "compiled": False}
+    with pytest.raises(KeyboardInterrupt):
+        make().condition_on_observations(torch.rand(3, 2), torch.rand(3, 1), **options)
+
+
 def test_outputs_that_are_no_outcomes_are_refused():
     model, (x, y) = make(outcomes=2), data()
     net = ps.bayesianize(nn.Linear(2, 3), prior=1.0)

@@ -164,7 +164,10 @@ def test_a_fit_depends_on_numbers_and_options_only(table, dtype):
     [(BayesianMLPRegressor, [100.0, 300.0]), (BayesianMLPClassifier, ["b", "c"])],
 )
 def test_a_fit_that_fails_leaves_the_one_before(table, make, targets, monkeypatch):
-    """A new scaling of targets, or new classes, with old draws would be another prediction."""
+    """A new scaling of targets, or new classes, with old draws would be another prediction.
+
+    ``fit`` returns at an interrupt, and an estimator of some of its steps would look like one of all.
+    """
     inputs, high = table[0], table[0][:, 0] > 0
     estimator = make((4,), activation="sin", **POINT)
     with pytest.raises(ValueError, match="`activation` must be"):
@@ -173,7 +176,7 @@ def test_a_fit_that_fails_leaves_the_one_before(table, make, targets, monkeypatc
         estimator.predict(inputs)
     estimator.set_params(activation="tanh").fit(inputs, high)
     expected, attributes = estimator.predict(inputs), vars(estimator).copy()
-    monkeypatch.setattr(base, "fit", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(base, "fit", Mock(return_value=Mock(interrupted=True)))
     with pytest.raises(KeyboardInterrupt):
         estimator.fit(5 * inputs[:, :2], np.where(high, *targets))
     assert vars(estimator) == attributes

@@ -248,7 +248,7 @@ class BayesianMLP(BaseEstimator):
         return guide
 
     def _train(self, guide: StructuredGuide, data: tuple[Tensor, ...], **options: Any) -> None:
-        fit(
+        history = fit(
             *(self.model_, guide, data),
             num_steps=self.num_steps,
             batch_size=self.batch_size if self.batch_size < len(data[0]) else None,
@@ -256,6 +256,8 @@ class BayesianMLP(BaseEstimator):
             progress=self.progress,
             **options,
         )
+        if history.interrupted:  # a search would score what there is
+            raise KeyboardInterrupt
 
     def _learn_scales(self, net: nn.Module, df: float, data: tuple[Tensor, ...]) -> None:
         """Replace the prior of the model and of its points by one that learns the layers' scales.
