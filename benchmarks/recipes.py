@@ -73,7 +73,7 @@ class Recipe(NamedTuple):
         rate = self.lr if self.decays or self.lr is None else lambda step: self.lr
         options: dict[str, Any] = {} if rate is None else {"lr": rate}
         if self.particles > 1:
-            options["elbo"] = ps.StructuredELBO(1.0, self.particles, vectorize_particles=True)
+            options["elbo"] = ps.StructuredELBO(self.particles, vectorize_particles=True)
         if not self.anneals:
             options["kl_weight"] = 1.0
         if self.structured is None:

@@ -67,7 +67,7 @@ def test_steps_have_the_optimizer_the_rate_and_the_weights_of_fit():
     own, other = make(ps.MAPGuide), make(ps.MAPGuide)
     train(own)
     pairs, step = [*loader()], iter(range(99))
-    elbo = ps.StructuredELBO(ps.LinearAnnealing(3, start=1 / 3))
+    elbo = ps.StructuredELBO(kl_weight=ps.LinearAnnealing(3, start=1 / 3))
     other.model.num_data = SIZE
     optimizer = ps.StructuredAdam([*other.parameters()], other.guide, warm_up=0.15 * 6)
     for _ in range(2):
@@ -238,8 +238,8 @@ def test_what_cannot_be_trained():
     with pytest.raises(ValueError, match=r"infinitely many. Write `Trainer\(max_epochs=...\)`"):
         train(make(), max_epochs=-1)
     with pytest.raises(ValueError, match="Give one of `kl_weight` and a `kl_weight` of `elbo`"):
-        make(elbo=ps.StructuredELBO(0.5), kl_weight=0.1)
-    assert make(elbo=ps.StructuredELBO(0.5))._elbo.kl_weight == 0.5
+        make(elbo=ps.StructuredELBO(kl_weight=0.5), kl_weight=0.1)
+    assert make(elbo=ps.StructuredELBO(kl_weight=0.5))._elbo.kl_weight == 0.5
 
 
 def test_parameters_of_the_param_store_are_refused():

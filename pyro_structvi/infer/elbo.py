@@ -105,8 +105,8 @@ class StructuredELBO(ELBO):
     *model*: a ``poutine.scale`` there weighs the KL of the sites inside.
 
     Args:
-        kl_weight: The weight w of the KL: a number, or a schedule from the training step to a number.
         num_particles: How many independent draws to average.
+        kl_weight: The weight w of the KL: a number, or a schedule from the training step to a number.
         vectorize_particles: Whether one pass runs them all, by :func:`torch.func.vmap` over guide and
             model: faster for small nets, and as many times the memory. Not for layers that update
             running statistics. Pyro's validation then looks at shapes only.
@@ -132,8 +132,9 @@ class StructuredELBO(ELBO):
     @checked
     def __init__(
         self,
+        num_particles: Count = 1,  # the first argument of Pyro's objectives, too
+        *,
         kl_weight: NonNegative | Schedule = 1.0,
-        num_particles: Count = 1,
         vectorize_particles: bool = False,
         estimator: Estimator = "draws",
     ) -> None:

@@ -33,7 +33,7 @@ def one_weight(local_reparam):
 @pytest.mark.parametrize(("kl_weight", "local_reparam"), [(0.25, True), (1.0, False)])
 def test_ratios_are_those_of_the_objectives_gradients(kl_weight, local_reparam):
     model, guide, data = one_weight(local_reparam)
-    objective, draws = ps.StructuredELBO(kl_weight), []
+    objective, draws = ps.StructuredELBO(kl_weight=kl_weight), []
     pyro.set_rng_seed(1)
     noise = gradient_snr(model, guide, *data, num_samples=20, objective=objective)
     pyro.set_rng_seed(1)
@@ -49,12 +49,12 @@ def test_ratios_are_those_of_the_objectives_gradients(kl_weight, local_reparam):
 
 def test_a_schedule_is_read_at_its_present_step_and_stays_there():
     model, guide, data = one_weight(True)
-    objective = ps.StructuredELBO(ps.LinearAnnealing(num_steps=10, end=1.0, start=0.0))
+    objective = ps.StructuredELBO(kl_weight=ps.LinearAnnealing(num_steps=10, end=1.0, start=0.0))
     objective.step = 5
     pyro.set_rng_seed(1)
     found = gradient_snr(model, guide, *data, num_samples=20, objective=objective)
     pyro.set_rng_seed(1)
-    constant = ps.StructuredELBO(objective.current_kl_weight)
+    constant = ps.StructuredELBO(kl_weight=objective.current_kl_weight)
     assert objective.step == 5
     assert found == gradient_snr(model, guide, *data, num_samples=20, objective=constant)
 

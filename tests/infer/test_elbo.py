@@ -73,7 +73,7 @@ def test_particles_are_averaged():
     torch.manual_seed(1)
     each = losses(ps.StructuredELBO(), linear_function, guide, x, y, count=10)
     torch.manual_seed(1)
-    together = ps.StructuredELBO(num_particles=10).loss(linear_function, guide, x, y)
+    together = ps.StructuredELBO(10).loss(linear_function, guide, x, y)
     assert together == pytest.approx(each.mean().item())
     assert each.std() > 0.1
 

@@ -125,7 +125,7 @@ def test_the_weight_of_the_kl_rises_over_half_of_the_steps_unless_given(options,
 
 def test_the_weight_of_the_objective_is_taken_where_fit_has_none_and_not_changed():
     model, guide, data = make()
-    elbo = ps.StructuredELBO(0.5, num_particles=2)
+    elbo = ps.StructuredELBO(kl_weight=0.5, num_particles=2)
     history = ps.fit(model, guide, data, num_steps=2, elbo=elbo, progress=False)
     assert history.kl_weight == [0.5, 0.5]
     assert (elbo.kl_weight, elbo.step) == (0.5, 0)

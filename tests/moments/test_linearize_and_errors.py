@@ -123,7 +123,7 @@ def test_the_loss_is_the_expected_log_likelihood_minus_the_kl_and_has_exact_grad
     model = regressor(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
     guide = ps.MeanFieldGuide(model, init_scale=0.3)
     x, y = torch.randn(SIZE, 3), torch.randn(SIZE, 1)
-    elbo = StructuredELBO(0.7, estimator="moments")
+    elbo = StructuredELBO(kl_weight=0.7, estimator="moments")
     terms = elbo.terms(model, guide, x, y)
     exact_kl = StructuredELBO().terms(model, guide, x, y).kl
     assert terms.kl.keys() == exact_kl.keys()

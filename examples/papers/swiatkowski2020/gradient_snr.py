@@ -79,7 +79,7 @@ def measure(
     model = experiment.make_model(options.prior_scale)
     guide = experiment.make_guide(model, POSTERIORS.get(name), local_reparam=False)
     points = [round(options.steps * share / 9) for share in (1, 5, 9)]
-    objective = ps.StructuredELBO(lambda step: min(1.0, options.kl_rise * step))
+    objective = ps.StructuredELBO(kl_weight=lambda step: min(1.0, options.kl_rise * step))
     optimizer = adam(guide, options.lr, 2 if name == FASTER else 1)
     scales = [value for key, value in guide.named_parameters() if is_measured(key)]
     window: deque[list[Tensor]] = deque(maxlen=WINDOW)
@@ -142,7 +142,7 @@ def medians(
     local = experiment.make_guide(model, POSTERIORS.get(name), local_reparam=True)
     local.initialize(x, y)
     local.load_state_dict(guide.state_dict())
-    objective = ps.StructuredELBO(kl_weight)
+    objective = ps.StructuredELBO(kl_weight=kl_weight)
     found = {}
     for row, each in ((name, guide), (f"{name}, local", local)):
         noise = gradient_snr(
