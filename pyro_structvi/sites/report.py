@@ -184,8 +184,8 @@ class MemoryEstimate:
     """The parameters of a guide, and the memory of training them.
 
     Attributes:
-        parameters: The number of trained parameters of each site, by name; a joined bias counts with its
-            weight, and a shared posterior of several sites has a separate name.
+        parameters: The number of trained parameters of each site in all members, by name; a joined bias
+            counts with its weight, and a shared posterior of several sites has a separate name.
         parameter_bytes: The bytes of all parameters and constants.
         training_bytes: These bytes with gradients and Adam's two moments, without activations and two
             further moments of ``StructuredAdam`` for each number of a correlated posterior's noise.
@@ -232,10 +232,10 @@ def estimate_memory(
             "`model` must declare its sample sites, as `bayesianize` does, but none is known before it "
             "runs. Make the guide, call `guide.initialize(...)`, and count its parameters."
         )
-    parameters = {
-        posterior.site.name: sum(value.numel() for value in posterior.parameters())
-        for posterior in guide.all_posteriors()
-    }
+    parameters: dict[str, int] = {}
+    for posterior in guide.all_posteriors():  # members of a mixture have the same sites
+        own, name = sum(value.numel() for value in posterior.parameters()), posterior.site.name
+        parameters[name] = parameters.get(name, 0) + own
     trained = sum(value.numel() * value.element_size() for value in guide.parameters())
     constant = sum(value.numel() * value.element_size() for value in guide.buffers())
     return MemoryEstimate(parameters, trained + constant, 4 * trained + constant)

@@ -147,6 +147,8 @@ def test_estimates_and_reports_have_each_parameter_of_every_structure():
         assert sum(each.parameters for each in report) == own, name
     estimate = ps.estimate_memory(ps.MeanFieldGuide, model)
     assert estimate.training_bytes == 4 * estimate.parameter_bytes  # gradients, Adam's two moments
+    members = ps.estimate_memory(ps.MixtureGuide, model, ps.MeanFieldGuide, 3).parameters
+    assert members == {name: 3 * number for name, number in estimate.parameters.items()}
 
 
 def test_nothing_is_allocated_and_limits_hold():
