@@ -222,7 +222,9 @@ def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
             raise NotImplementedError("There is no rule for the quantiles of nested ensembles.")
         return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
     given = [distribution.condition(member) for member in inducing.members.movedim(-3, 0)]
-    means, stddev = torch.stack([each.mean for each in given]), given[0].variance.sqrt()
+    # A root is exact to the rounding of probabilities, which in single is larger than those of tails.
+    probs, stddev = probs.double(), given[0].variance.sqrt().double()
+    means = torch.stack([each.mean for each in given]).double()
     ends = normal_quantiles(means, stddev, probs)
     wanted = in_front(probs, stddev)
 
@@ -230,7 +232,7 @@ def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
         found: Tensor = ndtr((values.unsqueeze(1) - means) / stddev).mean(1) - wanted
         return found
 
-    return find_root(excess, ends.amin(1), ends.amax(1))
+    return find_root(excess, ends.amin(1), ends.amax(1)).to(distribution.mean)
 
 
 # ---- KL divergences ------------------------------------------------------------------------------
