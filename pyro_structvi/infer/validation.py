@@ -114,9 +114,8 @@ class Measurements:
         self._best: float | None = None
         self._waited = 0
         self._best_state: Mapping[str, Any] | None = None
-        self._before_end: tuple[Any, ...] | None = (
-            None  # of a measurement that is not on the schedule
-        )
+        # The state before a measurement at the end that is not on the schedule.
+        self._before_end: tuple[Any, ...] | None = None
 
     @property
     def is_over(self) -> bool:

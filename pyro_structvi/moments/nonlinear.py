@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,8 @@ LARGEST_POWER = 31  # mean and variance are exact with 32 nodes
 ORDERS = 4  # Hermite polynomials; the k-th adds a correlation to the power of k over k!
 FARTHEST = 1e4  # standard deviations; a density is zero there in any precision
 STEEP = 1e30
-INTERVAL_NODES = 8  # inside of an interval that is shorter than a standard deviation
+INTERVAL_NODES = 5  # inside of an interval that is shorter than a standard deviation
+SERIES = 6  # terms of the exponential function near zero
 # The sigmoid as a mixture of normal distribution functions; up to a variance of NARROW it has nodes.
 NARROW, NARROW_NODES = 1.0, 20
 STEP_WEIGHTS = (
@@ -249,23 +251,23 @@ def sin(m: Tensor, v: Tensor) -> Moments:
     return torch.sin(m) * torch.exp(-0.5 * v), variance
 
 
-def log_tail(k: int, m: Tensor, v: Tensor) -> Tensor:
-    """Return the logarithm of ``E[exp(k x) 1(x < 0)]``."""
-    s = floored_sqrt(v)
-    b = in_deviations(-m, s)
-    far = (torch.special.erfcx((k * s - b).clamp_min(0) / math.sqrt(2)) / 2).log() - b * b / 2
-    return torch.where(b < k * s, far, k * (m + 0.5 * k * v) + torch.special.log_ndtr(b - k * s))
-
-
 def elu(alpha: float) -> ClosedForm:
     """Return the moments of ``x`` above zero and ``alpha (e^x - 1)`` below."""
 
     def closed(m: Tensor, v: Tensor) -> Moments:
         s = floored_sqrt(v)
         b = in_deviations(-m, s)
-        zeroth, first, second = (torch.exp(log_tail(k, m, v)) for k in range(3))
-        # The variance below zero, without differences of large squares.
         logs = [torch.special.log_ndtr(b - k * s) for k in (1, 2)]
+        zeroth = normal_cdf(b)
+
+        def tail(k: int) -> Tensor:
+            """Return ``E[exp(k x) 1(x < 0)]``."""
+            scaled = torch.special.erfcx((k * s - b).clamp_min(0) / math.sqrt(2)) / 2
+            near = k * (m + 0.5 * k * v) + logs[k - 1]
+            return torch.where(b < k * s, scaled.log() - b * b / 2, near).exp()
+
+        first, second = tail(1), tail(2)
+        # The variance below zero, without differences of large squares.
         log_ratio = torch.where(b > s, v + logs[1] - 2 * logs[0], 1)
         small = first.square() * torch.expm1(log_ratio.clamp_max(1))
         own = torch.where(log_ratio < 1, small, second - first.square())
@@ -273,15 +275,23 @@ def elu(alpha: float) -> ClosedForm:
         loc, variance = relu(m, v)
         mean = alpha * (first - zeroth)
         variance = variance + alpha**2 * under - 2 * loc * mean
-        # Near zero probabilities of narrow inputs cancel: a leaky ReLU, and nodes for the remainder.
+        # Near zero probabilities of narrow inputs cancel: a leaky ReLU, and a series for the remainder.
         is_near = (v < math.sqrt(torch.finfo(v.dtype).eps)) & (b < 10)
-        nodes, weights = gauss_hermite(NARROW_NODES, m)
-        x = (m + s * nodes.reshape(-1, *(1 for _ in m.shape))).clamp(-1, 1)
-        rest = torch.where(x > 0, 0, alpha * (torch.expm1(x) - x))
+        s, b = torch.where(is_near, s, 0), torch.where(is_near, b, 0)
+        powers = [normal_cdf(b), -b * normal_cdf(b) - normal_density(b)]  # E[z^k 1(x < 0)], x = s z
+        for k in range(2, 2 * SERIES + 1):
+            powers.append(-b * powers[-1] + (k - 1) * powers[-2])
+        averages_of = [s**k * power for k, power in enumerate(powers)]
+        rest = np.array([0, 0, *(alpha / math.factorial(k) for k in range(2, SERIES + 1))])
+        of_rest, product, square = (  # polynomials in x
+            sum(
+                (own * averages_of[k] for k, own in enumerate(each.tolist()) if own),
+                torch.zeros_like(m),
+            )
+            for each in (rest, np.convolve([0, alpha], rest), np.convolve(rest, rest))
+        )
         line, of_line = leaky_relu(alpha)(m, v)
-        of_rest, own = averages(rest, weights)
-        product = (torch.where(x > 0, x, alpha * x) - line) * (rest - of_rest)
-        own = own + 2 * torch.einsum("k,k...->...", weights, product)
+        own = square - of_rest.square() + 2 * (product - line * of_rest)
         loc = torch.where(is_near, line + of_rest, loc + mean)
         variance = torch.where(is_near, of_line + own, variance)
         return loc, variance.clamp_min(0)

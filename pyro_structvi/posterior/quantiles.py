@@ -54,7 +54,8 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
     values = found.unsqueeze(1)
     share, density = shares(values), base.log_prob(values).exp()
     density = density.where((share > 0) & (share < 1), 0).mean(1).detach()
-    step: Tensor = excess(found) / density.clamp_min(torch.finfo(density.dtype).tiny)
+    excess_now = share.mean(1) - levels.squeeze(1)
+    step: Tensor = excess_now / density.clamp_min(torch.finfo(density.dtype).tiny)
     return (found - (step - step.detach())).to(like)
 
 

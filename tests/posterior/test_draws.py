@@ -44,6 +44,14 @@ def test_draws_must_have_exactly_the_latent_sites(change, message):
         ps.predict(model, draws, x)
 
 
+def test_an_observed_site_of_another_name_is_refused():
+    model, (x, _) = make_regressor(), regression_data(5)
+    with pytest.raises(
+        ValueError, match=r"observed site must be one of \['obs'\], but got `site='y'`"
+    ):
+        ps.predict(model, draws_of(ps.MeanFieldGuide(model), 4), x, site="y")
+
+
 def test_observations_among_the_inputs_are_refused():
     model, (x, y) = make_regressor(), regression_data(5)
     loader = DataLoader(TensorDataset(x, y, torch.ones(5)), batch_size=5)
