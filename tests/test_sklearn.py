@@ -27,7 +27,7 @@ from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor, b
 
 SMALL = {"num_members": 2, "num_steps": 25, "random_state": 0, "dtype": "float64"}
 POINT = {**SMALL, "posterior": "map", "refine": False, "validation_fraction": 0.0}
-CHAINS = {**SMALL, "refine": True, "num_sampling_steps": 100}
+CHAINS = {**SMALL, "refine": True, "num_sampling_steps": 50}
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def test_the_default_posterior_of_many_examples_is_a_mixture(
 def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
     generator = np.random.default_rng(0)
     inputs, noise = generator.normal(size=(60, 2)), generator.normal(size=60)
-    options = {"posterior": "mixture", "num_steps": 80, "num_members": 2, "random_state": 0}
+    options = {"posterior": "mixture", "num_steps": 40, "num_members": 2, "random_state": 0}
     estimator = BayesianMLPRegressor((6,), refine=False, **options)
     assert estimator.fit(inputs, inputs[:, 0]).kl_weight_ == 0.1
     found = estimator.fit(inputs, noise).predict(inputs)
