@@ -126,6 +126,10 @@ def test_it_is_an_estimator_as_others(table):
     assert [*fitted.feature_names_in_] == ["a", "b", "c"]
     again = pickle.loads(pickle.dumps(fitted))
     np.testing.assert_array_equal(again.predict(frame), fitted.predict(frame))
+    again.set_params(dtype="float32", device="meta")  # of the next fit
+    np.testing.assert_array_equal(again.predict(frame), fitted.predict(frame))
+    densities = again.log_density(frame, targets)
+    np.testing.assert_array_equal(densities, fitted.log_density(frame, targets))
     random_state = torch.get_rng_state()
     clone(estimator).fit(inputs, targets)
     assert torch.equal(torch.get_rng_state(), random_state)

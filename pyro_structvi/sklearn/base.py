@@ -300,14 +300,12 @@ class BayesianMLP(BaseEstimator):
 
     def _as_data(self, inputs: Array, targets: Array, weights: Array | None) -> tuple[Tensor, ...]:
         """Return scaled inputs, targets, and weights if there are any."""
-        x, y = self._as_inputs(inputs), torch.as_tensor(targets, device=self.device)
+        scaled = self.x_scaler_.transform(inputs)
+        x = torch.as_tensor(scaled, dtype=getattr(torch, self.dtype), device=self.device)
+        y = torch.as_tensor(targets, device=self.device)
         if y.is_floating_point():
             y = y.to(x.dtype).unsqueeze(-1)
         return (x, y) if weights is None else (x, y, torch.as_tensor(weights).to(x))
-
-    def _as_inputs(self, inputs: Array) -> Tensor:
-        scaled = self.x_scaler_.transform(inputs)
-        return torch.as_tensor(scaled, dtype=getattr(torch, self.dtype), device=self.device)
 
     @property
     def _num_draws(self) -> int:
@@ -317,7 +315,10 @@ class BayesianMLP(BaseEstimator):
         """Yield predictions of some rows at a time, so that memory does not grow with their number."""
         check_is_fitted(self)
         rows = validate_data(self, X, dtype=np.float64, order="C", reset=False)
-        inputs = self._as_inputs(rows)
+        like = next(iter(self.draws_.values()))  # of the fit, whatever `set_params` has said since
+        inputs = torch.as_tensor(self.x_scaler_.transform(rows)).to(like)
+        if y is not None and y.is_floating_point():
+            y = y.to(like)
         size = max(1, FUNCTIONS_AT_A_TIME // self._num_draws)
         for rows in torch.arange(len(inputs)).split(size):
             own = None if y is None else y[rows]

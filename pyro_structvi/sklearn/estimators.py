@@ -155,8 +155,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         check_is_fitted(self)
         column = column_or_1d(y, dtype=np.float64).reshape(-1, 1)
         check_consistent_length(X, column)
-        scaled = torch.as_tensor(self.y_scaler_.transform(column), device=self.device)
-        predictions = self._predictions(X, scaled.to(getattr(torch, self.dtype)))
+        predictions = self._predictions(X, torch.as_tensor(self.y_scaler_.transform(column)))
         found = np.concatenate([to_numpy(each.log_density) for each in predictions])
         densities: Array = found - np.log(self.y_scaler_.scale_[0])
         return densities
