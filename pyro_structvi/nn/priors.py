@@ -198,6 +198,11 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
             prior = replace(prior, fan_in=FanIn().standard_deviation(parameter, fan_in) ** -2)
         return replace(prior, prior=own)
     if isinstance(prior, torch.distributions.Distribution):
+        if isinstance(base_of(prior), dist.Delta):
+            raise ValueError(
+                f"`{label}` must have a density, but got {brief(prior)}. To fix a parameter, give it "
+                f"the values, set `requires_grad = False`, and write `{{'{name}': None, '*': ...}}`."
+            )
         is_whole = len(base_of(prior).event_shape) > 0
         return (_whole_distribution if is_whole else _element_distribution)(prior, name, parameter)
     if isinstance(prior, Tensor):

@@ -298,6 +298,9 @@ def test_what_does_not_fit_is_refused():
     inducing = next(case for case in CASES if case.kl_with_inducing is not None)
     with pytest.raises(TypeError, match="must be a distribution that its own tensors define"):
         with_whole_prior(inducing.make((), SHAPE, torch.float64))
+    for point in (dist.Delta(torch.tensor(0.0)), dist.Delta(torch.zeros(SHAPE), event_dim=2)):
+        with pytest.raises(ValueError, match=r"prior for 0\.weight` must have a density"):
+            with_whole_prior(point)
 
 
 def test_a_prior_that_requires_a_gradient_is_refused():
