@@ -91,8 +91,8 @@ def tables_of(path: Path) -> str:
         return optimization_table(read_rows(path, header))
     if header == uci_tables.DECOMPOSED:
         return markdown(list(header[2:]), [list(row[2:]) for row in read_rows(path, header)])
-    if header == uci_tables.ESTIMATORS:
-        return uci_tables.estimators_table(read_rows(path, header))
+    if header in (uci_tables.ESTIMATORS, uci_tables.CLASSIFIERS):
+        return uci_tables.estimators_table(read_rows(path, header), header)
     if path.name == "moments.csv":
         return moments_table.moments_table(read_rows(path, header))
     if header == paper_tables.HEADER:

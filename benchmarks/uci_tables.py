@@ -13,6 +13,7 @@ SAMPLED = (
     *("standardized log likelihood", "standardized RMSE", "R-hat", "seconds"),
 )
 ESTIMATORS = ("data", "split", "method", "log likelihood", "RMSE", "seconds")
+CLASSIFIERS = ("data", "fold", "method", "log likelihood", "error, %", "seconds")
 DECOMPOSED = ("data", "split", "posterior", "RMSE", "NLL", "seconds")
 LOG_LIKELIHOOD, ERROR = (HEADER.index(name) for name in ("log likelihood", "RMSE"))
 SETS = ("boston", "concrete", "energy", "kin8nm", "power", "protein")
@@ -110,13 +111,14 @@ def sampling_table(rows: Iterable[Row]) -> str:
     return markdown([*header, "standardized", "its RMSE", "seconds"], table)
 
 
-def estimators_table(rows: Iterable[Row]) -> str:
-    """Return log likelihood and RMSE of estimators on each set, of the splits that all of them have.
+def estimators_table(rows: Iterable[Row], header: Row = ESTIMATORS) -> str:
+    """Return both scores of estimators on each set, of the splits that all of them have.
 
     Seconds are the least and the largest of the sets' medians.
 
     Args:
-        rows: Rows of :data:`ESTIMATORS`.
+        rows: Rows of :data:`ESTIMATORS`, or of :data:`CLASSIFIERS`.
+        header: Names of their columns.
     """
     rows = list(rows)
     sets = list(dict.fromkeys(row[0] for row in rows))
@@ -142,7 +144,7 @@ def estimators_table(rows: Iterable[Row]) -> str:
         ]
         ends = dict.fromkeys(f"{end(medians):.0f}" for end in (min, max))
         body.append([method, *cells, " to ".join(ends)])
-    head = ["log likelihood; RMSE", *(f"{name} ({len(shared[name])})" for name in sets)]
+    head = ["; ".join(header[3:5]), *(f"{name} ({len(shared[name])})" for name in sets)]
     return markdown([*head, "seconds"], body)
 
 

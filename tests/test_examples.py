@@ -55,6 +55,8 @@ benchmarks/deep_nets.py --data images.npz --net LeNet --epochs 1 --quick --forei
     --method "AdamW, temperature scaling" --method "k-tied 2 from AdamW" --output deep_nets.csv
 benchmarks/estimators.py --data regression.npz --splits 1 --quick --method points \\
     --method "Gaussian process" --output estimators.csv
+benchmarks/classifiers.py --data iris --quick --method points --method "logistic regression" \\
+    --output classifiers.csv
 benchmarks/sampling.py --data regression.npz --map-steps 5 --steps 20 --samples 4 --chains 2 \\
     --output sampling.csv --nuts
 benchmarks/scaling.py --sweep d --sweep S --largest 128 --rounds 2 --output scaling.json \\

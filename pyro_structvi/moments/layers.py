@@ -254,6 +254,9 @@ def _dropout(
     """Return the moments over dropped elements, exact but for covariances between them."""
     if not training or p == 0:
         return input
+    if p == 1:
+        zero = torch.zeros_like(input.loc)
+        return RandomTensor(zero, zero.clone(), input.settings)
     variance = (input.variance + p * input.loc.square()) / (1 - p)
     return RandomTensor(input.loc, variance, input.settings)
 

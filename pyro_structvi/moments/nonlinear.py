@@ -198,8 +198,8 @@ def clamp(low: float | None = None, high: float | None = None) -> ClosedForm:
 
     An interval inside one standard deviation has Gauss-Legendre quadrature.
     """
-    lower = -math.inf if low is None else float(low)
     upper = math.inf if high is None else float(high)
+    lower = -math.inf if low is None else min(float(low), upper)  # as torch, where ends are crossed
     if upper == math.inf:
         if lower == -math.inf:
             return lambda m, v: (m, v)

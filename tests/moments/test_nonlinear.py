@@ -270,6 +270,12 @@ def test_functions_in_place_change_the_tensor_and_return_it():
         torch.zeros(2).add_(random([1.0, 1.0], [1.0, 1.0]))
 
 
+def test_a_clamp_with_crossed_ends_is_the_upper_one():
+    found = random([-1.0, 0.5, 2.0], [0.3, 1.0, 2.0]).clamp(1.0, -1.0)
+    torch.testing.assert_close(found.loc, torch.zeros(3).clamp(1.0, -1.0))
+    assert not found.variance.any()
+
+
 # From a tensor to its part, which shares memory with it in torch.
 VIEWS = (
     lambda x: x[:2],
