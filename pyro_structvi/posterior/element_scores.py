@@ -88,7 +88,8 @@ def laplace_variances(
         True
 
     References:
-        Daxberger et al. (2021), "Bayesian deep learning via subnetwork inference", section 4.
+        Daxberger et al. (2021), "Bayesian deep learning via subnetwork inference", for the choice of
+        a subnetwork.
     """
     batches = as_batches(as_arguments(x), None, batch_size)
     own = center.median()

@@ -38,7 +38,8 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
         [2460, 1330]
 
     References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.1.
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 2.4 and
+        appendix A.1.
     """
     family = KTied(rank, join_bias=False)
 
