@@ -210,7 +210,7 @@ class FullCovariance(MemoryLimitedFamily):
 class FullCovarianceGuide(StructuredGuide):
     """A full covariance over the weight and bias of each layer, for small nets.
 
-    A layer of D weights and biases has D + D (D + 1) / 2 parameters and takes about D^2
+    A layer of D weights and biases has D + D (D + 1) / 2 parameters and takes about D^2 (1 + out / in)
     multiplications for each example. Dense layers draw a weight for each example, convolutions one
     for the batch.
 

@@ -26,7 +26,7 @@ from pyro_structvi.weights.weight_distribution import IndependentWeight
 class KTiedNormal(IndependentWeight):
     r"""Independent normals with :math:`\sigma = R C^\top`, ``R (out, k)`` and ``C (in, k)``.
 
-    The elementwise square of a matrix of rank k has rank k(k+1)/2,
+    The elementwise square of a matrix of rank k has at most rank k(k+1)/2,
 
     .. math:: \sigma_{ij}^2 = \sum_{a \le b} c_{ab} (R_{ia} R_{ib}) (C_{ja} C_{jb}),
         \qquad c_{ab} = 1 \text{ if } a = b \text{ else } 2,

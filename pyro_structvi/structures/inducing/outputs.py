@@ -189,8 +189,8 @@ class MatheronOutputs(GaussianOutputs):
     .. math:: n = a e - \left(a - \sqrt{a^2 - |h|^2}\right) B_r^\top (B_r e - H_r g), \qquad
         a = |\sigma x|,
 
-    with standard normal e of size ``out`` and g of size ``M_out``. An example takes ``in M_in + M_in
-    M_out + 2 out M_out`` multiplications.
+    with standard normal e of size ``out`` and g of size ``M_out``. With independent inducing weights an
+    example takes ``in M_in + 2 M_in M_out + M_out^2 + 2 out M_out`` multiplications.
     """
 
     def __init__(
