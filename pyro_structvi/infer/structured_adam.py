@@ -57,8 +57,8 @@ class StructuredAdam(torch.optim.Optimizer):
     usual size, the root of the running average of its squares.
 
     Correlations that are learned before the means can lead to worse optima. With ``warm_up`` the
-    correlations of rowwise, full and low-rank posteriors (``Family.delayed``) move slowly at first:
-    their rate at step t is multiplied by the smaller of 1 and the square of ``t / warm_up``.
+    correlations of rowwise, full, low-rank and eigenbasis posteriors (``Family.delayed``) move slowly at
+    first: their rate at step t is multiplied by the smaller of 1 and the square of ``t / warm_up``.
 
     Args:
         parameters: The trained parameters of the guide, and others.
