@@ -36,8 +36,8 @@ class FullNormal(GaussianWeight):
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
-        scale_tril: The lower triangular factor ``L``, ``(*batch, D, D)``, with a positive diagonal; its
-            upper triangle is ignored.
+        scale_tril: The lower triangular factor ``L``, ``(*batch, D, D)``, with a positive diagonal;
+            where it is not checked, its upper triangle is ignored.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:

@@ -36,7 +36,7 @@ class MatrixNormal(GaussianWeight):
     Args:
         loc: Means ``M``, ``(*batch, out, *rest)``.
         scale_tril_row: The lower triangular factor ``L_r``, ``(*batch, out, out)``, with a positive
-            diagonal; its upper triangle is ignored.
+            diagonal; where it is not checked, its upper triangle is ignored.
         scale_tril_column: The factor ``L_c``, ``(*batch, in, in)``, likewise.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 

@@ -30,8 +30,8 @@ class RowwiseNormal(GaussianWeight):
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
-        scale_tril: The factors ``L_i``, ``(*batch, out, in, in)``, with positive diagonals; upper
-            triangles are ignored.
+        scale_tril: The factors ``L_i``, ``(*batch, out, in, in)``, with positive diagonals; where they
+            are not checked, upper triangles are ignored.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:

@@ -42,7 +42,8 @@ class GlobalInducingGuide(StructuredGuide):
 
     The model must run on inputs alone, as for :func:`~pyro_structvi.predict`. A step runs the net once
     more, on the inducing points. For each layer it factors a matrix in double precision, with the size
-    of the points or of the inputs, whichever is smaller. There is no local reparameterization.
+    of the points or of the inputs, whichever is smaller; for two to four outputs, a matrix with the size
+    of the inputs for each output. There is no local reparameterization.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
