@@ -64,8 +64,8 @@ def mclmc(
     dimension is ``energy_variance``, and the decoherence length to the width of the posterior. Draws
     have a bias by the discretization that falls with ``energy_variance``. ``adjusted=True`` has none: a
     transition is a trajectory of about one decoherence length, many steps, and is accepted or rejected
-    as a whole. A step that changes the energy by more than 1,000 nats is not taken, and the chain goes
-    on with smaller ones.
+    as a whole. A step that changes the energy by more than about 1,000 nats is not taken, and the
+    chain goes on with smaller ones.
 
     Args:
         model: The model, in evaluation mode during sampling. Its point estimates stay fixed.
