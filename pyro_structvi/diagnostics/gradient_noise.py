@@ -77,7 +77,8 @@ def gradient_snr(
         True
 
     References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.2 and Figure 4.
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.2 and Figure 4
+        of the submission to ICLR 2020.
     """
     objective = StructuredELBO() if objective is None else objective
     trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}

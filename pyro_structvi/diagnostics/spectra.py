@@ -57,7 +57,8 @@ def spectra(guide: StructuredGuide) -> dict[str, Spectrum]:
         (torch.Size([6]), 1.0)
 
     References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 2.3 and appendix C.
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 2.3 and appendix C
+        of the submission to ICLR 2020.
     """
     means, variances = guide.median(), marginal_variances(guide)
     found = {}

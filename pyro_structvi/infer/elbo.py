@@ -48,7 +48,8 @@ class LinearAnnealing(CheckedFields):
         (0.0, 0.25, 1.0)
 
     References:
-        Swiatkowski et al. (2020), appendix A.2: the k-tied Normal needs an annealed KL.
+        Swiatkowski et al. (2020), appendix A.2 of the submission to ICLR 2020: the k-tied Normal needs
+        an annealed KL.
     """
 
     num_steps: Count

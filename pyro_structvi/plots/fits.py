@@ -144,7 +144,8 @@ def plot_scale_matrix(scale: Matrix, ranks: Sequence[int] = (1, 2)) -> list[Axes
 
     References:
         Swiatkowski et al. (2020), "The k-tied normal distribution: a compact parameterization of
-        Gaussian mean field posteriors in Bayesian neural networks", Figures 2 and 9.
+        Gaussian mean field posteriors in Bayesian neural networks", Figures 2 and 9 of the
+        submission to ICLR 2020.
     """
     matrix = real_array("scale", scale, dim=2)
     if (matrix <= 0).any():

@@ -39,7 +39,7 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
 
     References:
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 2.4 and
-        appendix A.1.
+        appendix A.1 of the submission to ICLR 2020.
     """
     family = KTied(rank, join_bias=False)
 

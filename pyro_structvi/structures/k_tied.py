@@ -52,7 +52,8 @@ class KTiedNormal(IndependentWeight):
         tensor([25., 25.])
 
     References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3 of the
+        submission to ICLR 2020.
     """
 
     row_scale: Annotated[Tensor, Argument("out, k", constraints.positive)]
