@@ -231,7 +231,7 @@ class _LowRankOutputs(GaussianOutputs):
         out = weight.event_shape[0]
         self._matrices = weight.factors.reshape(*weight.batch_shape, weight.rank, out, -1)
         self._alpha, self._linear_map, self._x = weight.alpha, linear_map, x
-        self._diagonal = diagonal.expand(loc.shape)
+        self._diagonal = diagonal  # of one channel, if that is isotropic
 
     @property
     def factors(self) -> Tensor:
@@ -247,8 +247,8 @@ class _LowRankOutputs(GaussianOutputs):
     @property
     def covariance_matrix(self) -> Tensor:
         factors = self.factors.flatten(len(self.batch_shape) + 1)
-        diagonal = torch.diag_embed(self._diagonal.flatten(len(self.batch_shape)))
-        return self._alpha * factors.mT @ factors + diagonal
+        own = self._diagonal.expand(self.loc.shape).flatten(len(self.batch_shape))
+        return self._alpha * factors.mT @ factors + torch.diag_embed(own)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         shape = self._extended_shape(torch.Size(sample_shape))

@@ -91,6 +91,15 @@ def test_a_layer_saves_at_most_what_the_paper_states(rank, inputs, out, diagonal
     assert naive >= inputs * out * batch > bound
 
 
+def test_a_layer_with_an_isotropic_diagonal_saves_the_noise_of_its_outputs_alone():
+    """Besides coefficients and norms, of which there is one for all outputs of an example."""
+    known = *parameters, x = [
+        torch.rand(shape).requires_grad_() for shape in ((64, 8), (3, 64, 8), (), (16, 8))
+    ]
+    saved = numbers_saved(lambda: F.linear(x, lazy(LowRankNormal(*parameters))), known)
+    assert 16 * 64 <= saved <= 16 * (64 + 3 + 5)
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "message", "size"),
     [
