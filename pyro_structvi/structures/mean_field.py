@@ -295,7 +295,8 @@ class TransformedNormal(TransformedDistribution):
 
     computed by Gauss-Hermite quadrature with 32 nodes. For a log-normal posterior it is exact to
     rounding with log-normal, half-normal and gamma priors; with a half-Cauchy, the error is below
-    1e-5 nats up to a scale of 2 of the logarithm. Other priors have no closed form.
+    1e-5 nats up to a scale of 1.5 of the logarithm, and below 1e-4 up to 2. Other priors have no closed
+    form.
 
     Example:
         >>> from pyro.distributions import HalfNormal
