@@ -59,7 +59,7 @@ def laplace_variances(
     r"""Return the variances of a diagonal Laplace approximation around a guide's medians.
 
     .. math:: v_j = \left( \sum_n \mathrm{E}_{y \sim p(y \mid x_n, w)}
-        \left[ \partial_{w_j} \log p(y \mid x_n, w) \right]^2 + 1 / s_j^2 \right)^{-1}
+        \left[ (\partial_{w_j} \log p(y \mid x_n, w))^2 \right] + 1 / s_j^2 \right)^{-1}
 
     with the prior variances :math:`s_j^2`: the inverse diagonal of the Fisher information plus the prior
     precision. The expectation uses y sampled from the model; gradients at the observed y vanish at a
