@@ -23,10 +23,10 @@ class CompiledSVI:
     rounding. A fused optimizer is part of the record, others run in Python.
 
     Python's decisions are made once for each combination of shapes, dtypes, other arguments, modules
-    with their parameters, buffers, hooks and attributes of numbers, functions and tensors, autocast, and
-    Pyro's handlers around the step. A step that changes other values than buffers, such as a counter, is
-    not compiled. Values of parameters and buffers, learning rates and the weight of the KL are read in
-    each step; plates draw new subsamples.
+    with their parameters, buffers, hooks and attributes, autocast, and Pyro's handlers around the step.
+    Changes inside of attributes are seen in containers of up to 100 values and in 100 objects. A step
+    that changes other values than buffers, such as a counter, is not compiled. Values of parameters and
+    buffers, learning rates and the weight of the KL are read in each step; plates draw new subsamples.
 
     Args:
         model: The model.

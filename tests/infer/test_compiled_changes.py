@@ -1,7 +1,12 @@
 """What changes between compiled steps is seen."""
 
-from collections import OrderedDict
+from collections import OrderedDict, UserList
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -13,6 +18,7 @@ import pyro_structvi as ps
 from pyro_structvi.infer import CompileFallbackWarning
 from pyro_structvi.infer.steps.compiled import MOST_KINDS
 from pyro_structvi.infer.steps.replayed import Call
+from pyro_structvi.infer.steps.state import Modules
 from tests.infer.compiled_steps import (
     adam,
     assert_same,
@@ -32,10 +38,10 @@ class Shifted(nn.Module):
         self.linear, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
         self.register_buffer("shift", torch.zeros(1))
         self.activation, self.factors = torch.tanh, {"output": [3.0]}
-        self.offsets = OrderedDict(output=0.0)
+        self.offsets, self.config = OrderedDict(output=0.0), SimpleNamespace(factor=1.0)
 
     def forward(self, x):
-        output = self.activation(self.dropout(self.linear(x)))
+        output = self.config.factor * self.activation(self.dropout(self.linear(x)))
         return self.factors["output"][0] * output + self.shift + self.offsets["output"]
 
 
@@ -67,6 +73,14 @@ def change_ordered(svi):
     svi.model.net.offsets["output"] = 1.0
 
 
+def replace_object(svi):
+    svi.model.net.config = SimpleNamespace(factor=2.0)
+
+
+def change_object(svi):
+    svi.model.net.config.factor = 2.0
+
+
 def shift_outputs(svi):
     svi.model.net.linear.register_forward_hook(lambda module, args, output: output + 1)
 
@@ -87,7 +101,7 @@ def use_twice(svi):
     "change",
     [
         *(prune, use_twice, shift_outputs, shift_gradients, replace_function, change_list),
-        change_ordered,
+        *(change_ordered, replace_object, change_object),
         *(pytest.param(each, marks=pytest.mark.slow) for each in (replace_buffer, evaluate)),
         pytest.param(tell_num_data, marks=pytest.mark.slow),
     ],
@@ -107,6 +121,92 @@ def test_changes_of_model_and_guide_are_seen(change):
     torch.testing.assert_close(own, losses, rtol=1e-10, atol=0)
     unchanged, *_ = train(make, data, compiled=True, steps=9)
     assert own[-1] != unchanged[-1]
+
+
+@dataclass
+class Options:
+    """A value that compares by its fields, and has no hash."""
+
+    scale: float = 1.0
+
+
+@dataclass(slots=True)
+class Slots:
+    """A value without a dictionary of attributes."""
+
+    scale: float = 1.0
+
+
+VALUES = {  # of attributes, before and after
+    "a bool": (True, 1),
+    "a complex number": (1j, 2j),
+    "bytes": (b"1", b"2"),
+    "a scalar of NumPy": (np.float64(1), np.float64(2)),
+    "an array": (np.ones(1), np.zeros(1)),
+    "a large array": (np.zeros(200), np.ones(200)),
+    "a set": ({1.0}, {2.0}),
+    "a frozen set": (frozenset({1.0}), frozenset({2.0})),
+    "a list": ([1], [True]),
+    "a large list": ([1.0] * 200, [2.0] * 200),
+    "keys": ({"a": 1}, {"b": 1}),
+    "a list of a user": (UserList([1.0]), UserList([2.0])),
+    "a dtype": (torch.float32, torch.float64),
+    "a range": (range(1), range(2)),
+    "a slice": (slice(1), slice(2)),
+    "an object": (Options(1.0), Options(2.0)),
+    "an object in a list": ([Options(1.0)], [Options(2.0)]),
+    "slots": (Slots(1.0), Slots(2.0)),
+    "an equal object": (object(), object()),
+    "a class": (Options, Slots),
+    "a partial function": (partial(torch.mul, other=1.0), partial(torch.mul, other=2.0)),
+    "a distribution": (dist.Normal(0.0, 1.0), dist.Normal(0.0, 2.0)),
+    "a module in a list": ([nn.LeakyReLU(1.0)], [nn.LeakyReLU(2.0)]),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_attributes_of_all_types_that_are_replaced_are_seen(kind):
+    net = nn.Linear(1, 1)
+    net.option, other = VALUES[kind]
+    modules = Modules((net, lambda: None))
+    before = modules.state()
+    assert modules.state() == before
+    assert hash((*modules.state().values(),)) == hash((*before.values(),))
+    net.option = other
+    assert modules.state() != before
+
+
+CHANGES = {
+    "an attribute": (Options(), lambda value: setattr(value, "scale", 2.0)),
+    "a slot": (Slots(), lambda value: setattr(value, "scale", 2.0)),
+    "an item of an attribute": (Options({}), lambda value: value.scale.update(a=1)),
+    "an attribute of an item": ({"a": Options()}, lambda value: setattr(value["a"], "scale", 2.0)),
+    "an attribute of an attribute": (
+        Options(Options()),
+        lambda value: setattr(value.scale, "scale", 2.0),
+    ),
+    "an element": (np.ones(1), lambda value: value.fill(2.0)),
+    "a member": ({1.0}, lambda value: value.add(2.0)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_changes_inside_of_attributes_are_seen(kind):
+    net, (value, change) = nn.Linear(1, 1), CHANGES[kind]
+    net.option = deepcopy(value)
+    modules = Modules((net, lambda: None))
+    before = modules.state()
+    change(net.option)
+    assert modules.state() != before
+
+
+def test_attributes_that_hold_themselves_have_a_state():
+    net = nn.Linear(1, 1)
+    net.option, net.options = Options(), []
+    net.option.scale = net.option
+    net.options.append(net.options)
+    modules = Modules((net, lambda: None))
+    assert modules.state() == modules.state()
 
 
 @pytest.mark.parametrize("joined", [False, True])

@@ -24,24 +24,37 @@ from pyro_structvi._torch import (
 )
 from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.weights.site_role import SiteUse
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 STEERING = PLAIN | {BuiltinFunctionType, FunctionType, MethodType}
 BY_IDENTITY = (Tensor, nn.Module, ModuleType, FunctionType, type)
+UNCHANGING = (*BY_IDENTITY, LatentSite)
 LIBRARIES = {"torch", "pyro", "pyro_structvi"}
-CONTAINERS = (dict, list, tuple, deque)
-MOST_VALUES = 100  # in a container that is looked at before each step
+CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+MOST_VALUES = 100  # in a container or an array that is looked at before each step
+MOST_OBJECTS = 100  # with attributes that are looked at before each step
 # Attributes of every module, lists that torch makes of named tensors, and what guides keep of these.
-OF_TENSORS = {*vars(PyroModule())} - {"training"} | {"_flat_weights", "_kept"}
+OF_TENSORS = {*vars(PyroModule())} - {"training"} | {"_flat_weights", "_flat_weight_refs", "_kept"}
 
 
 State = dict[str, tuple[tuple[Hashable, ...], ...]]  # pairs by place
 
 
-def same(value: object) -> Hashable:
-    """Return a key of an object by identity, which keeps the object alive."""
-    return frozenset([value])
+class Same:
+    """A key of an object by identity, which keeps the object alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def saved(
@@ -92,21 +105,21 @@ class Modules:
     def state(self, with_memory: bool = False) -> State:
         """Return what a pass depends on, as pairs of name and value by place.
 
-        That is modules, hooks, plain values, functions, and tensors apart from their values, for which
-        ``id`` stands as long as they are alive. Objects, and variables of methods and hooks, belong to
-        it ``with_memory`` only, as all that a pass may leave for the next one.
+        That is modules, hooks, attributes and what these hold, and tensors apart from their values.
+        ``id`` stands for parameters and buffers as long as they are alive. Variables of methods and
+        hooks belong to it ``with_memory`` only, as all that a pass may leave for the next one.
         """
-        identity = same if with_memory else id
+        identity, found = Same if with_memory else id, _Contents()
         state: State = {}
         for place, function in zip(("the model", "the guide"), self._functions, strict=True):
             named = _named_by(function).items()
-            state[place] = tuple([(name, _contents(value)) for name, value in named])
+            state[place] = tuple([(name, found.of(value)) for name, value in named])
+        contents = memory_of if with_memory else found.of
         for number, module in enumerate(self):
             computed = made_by_hooks(module)
             known = OF_TENSORS | computed if computed else OF_TENSORS
-            contents = memory_of if with_memory else _contents
-            pairs: list[tuple[Hashable, ...]] = [
-                (name, value if type(value) in PLAIN else contents(value))
+            pairs: list[tuple[Any, ...]] = [
+                (name, type(value), value if type(value) in PLAIN else contents(value))
                 for name, value in vars(module).items()
                 if name not in known
             ]
@@ -149,17 +162,51 @@ class Modules:
         return restore
 
 
-def _contents(value: Any) -> Hashable:
-    """Return a plain value, a function, or a tensor by ``id``, or those in a small container."""
-    if isinstance(value, Tensor):
-        return id(value)
-    if type(value) in STEERING or isinstance(value, Family):
-        own: Hashable = value
-        return own
-    if isinstance(value, CONTAINERS) and len(value) <= MOST_VALUES:
-        each = value.values() if isinstance(value, dict) else value
-        return tuple([item if type(item) in STEERING else _contents(item) for item in each])
-    return (*vars(value).values(),) if isinstance(value, SiteUse) else None
+class _Contents:
+    """Keys of all that attributes hold: plain values, other objects by identity and attributes."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}  # numbers of containers and objects, by ``id``
+        self._num_objects = 0
+
+    def of(self, value: Any) -> Hashable:
+        """Return the key of a value."""
+        kind: Any = type(value)
+        if kind in STEERING or isinstance(value, Family):
+            own: Hashable = value
+            return own
+        if isinstance(value, UNCHANGING):
+            return Same(value)
+        if isinstance(value, SiteUse):
+            return (*vars(value).values(),)
+        if id(value) in self._known:  # maybe in itself
+            return self._known[id(value)]
+        self._known[id(value)] = len(self._known)
+        if isinstance(value, CONTAINERS) and len(value) <= MOST_VALUES:
+            return kind, self._items(value) if isinstance(value, dict) else self._each(value)
+        if isinstance(value, (np.ndarray, np.generic)) and value.size <= MOST_VALUES:
+            return value.dtype, value.shape, value.tobytes()
+        key: Hashable = Same(value)
+        if kind.__hash__ is not object.__hash__:
+            with suppress(TypeError):
+                key = frozenset([value])  # which compares only values of one hash
+        return key, *self._attributes(value)
+
+    def _attributes(self, value: Any) -> Iterator[Hashable]:
+        """Yield the keys of an object's attributes and slots."""
+        if self._num_objects < MOST_OBJECTS:
+            self._num_objects += 1
+            state: Any = object.__getstate__(value)
+            parts = state if isinstance(state, tuple) else (state,)
+            yield from (self._items(own) for own in parts if own)
+
+    def _items(self, named: dict[Any, Any]) -> Hashable:
+        return (*named,), self._each(named.values())
+
+    def _each(self, values: Iterable[Any]) -> Hashable:
+        return tuple([
+            (type(own), own if type(own) in STEERING else self.of(own)) for own in values
+        ])
 
 
 class _Pickler(pickle.Pickler):
@@ -182,7 +229,7 @@ def memory_of(value: Any) -> Hashable:
     pickler = _Pickler()
     with suppress(Exception):  # of any object's own code
         pickler.dump(value)
-    return pickler.values.digest(), *map(same, pickler.others)
+    return pickler.values.digest(), *map(Same, pickler.others)
 
 
 def _functions_of(module: nn.Module) -> Iterator[Any]:
