@@ -35,6 +35,20 @@ __all__ = ["StructuredModule"]
 TENSORS = ("mean", "variance", "function_variance", "entropy", "mutual_information", "functions")
 
 
+class _Rates(LambdaLR):
+    """The rates of this run, also where it goes on from a checkpoint of a shorter one."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at the step of a state, by the rates of this run."""
+        super().load_state_dict(state_dict | {"lr_lambdas": [None] * len(self.lr_lambdas)})
+        self._last_lr = [
+            rate * own(self.last_epoch)
+            for rate, own in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
+
 class StructuredModule(LightningModule):
     """A model and its guide for Lightning's ``Trainer``.
 
@@ -120,7 +134,7 @@ class StructuredModule(LightningModule):
         trained = [value for value in self.parameters() if value.requires_grad]
         made = make_optimizer(optimizer, self.guide, trained, lr, int(total))
         rate = lr if callable(lr) else CosineDecay(int(total))
-        schedule = {"scheduler": LambdaLR(made, rate), "interval": "step"}
+        schedule = {"scheduler": _Rates(made, rate), "interval": "step"}
         return {"optimizer": made, "lr_scheduler": schedule}
 
     def on_train_start(self) -> None:

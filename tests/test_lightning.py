@@ -18,7 +18,7 @@ from tests.models import linear_function, make_regressor, regression_data
 
 pytest.importorskip("lightning")
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from pyro_structvi.lightning import StructuredModule
@@ -179,6 +179,28 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     torch.testing.assert_close(state_of(other), state_of(whole), rtol=1e-12, atol=0)
     other.load_state_dict(torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"])
     torch.testing.assert_close(state_of(other), state_of(part), rtol=0, atol=0)
+
+
+class Rates(Callback):
+    """Writes down the learning rate of each step."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_start(self, trainer, *_):
+        self.found.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_longer_run_goes_on_by_its_own_schedule(tmp_path):
+    module, rates = make(ps.MAPGuide), Rates()
+    train(module).save_checkpoint(tmp_path / "run.ckpt")
+    other = make(ps.MAPGuide)
+    Trainer(**QUIET, max_epochs=4, callbacks=[rates]).fit(
+        other, loader(), ckpt_path=tmp_path / "run.ckpt"
+    )
+    assert rates.found == pytest.approx([CosineDecay(12, 0.1)(step) for step in range(6, 12)])
+    assert other._elbo.kl_weight == ps.LinearAnnealing(6, start=1 / 6)
 
 
 # ---- two processes ----------------------------------------------------------------------------------
