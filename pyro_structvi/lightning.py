@@ -26,7 +26,7 @@ from pyro_structvi.infer.training import (
     make_optimizer,
     objective_of,
 )
-from pyro_structvi.infer.validation import NUM_DRAWS
+from pyro_structvi.infer.validation import NUM_DRAWS, same_randomness
 from pyro_structvi.posterior import predict
 
 __all__ = ["StructuredModule"]
@@ -54,8 +54,9 @@ class StructuredModule(LightningModule):
 
     A mini-batch is a tuple of the model's arguments, the observations last, or a dict of its keyword
     arguments. Training logs ``elbo``, ``log_likelihood``, ``kl`` (in nats) and ``kl_weight``; validation
-    logs ``val_log_density``, the mean log predictive density of an example, and Lightning adds
-    ``/dataloader_idx_0`` and so on for several loaders. A prediction, for each batch of inputs or of
+    logs ``val_log_density``, the mean log predictive density of an example, by the same noise each time
+    and without a change of the training, and Lightning adds ``/dataloader_idx_0`` and so on for several
+    loaders. A prediction, for each batch of inputs or of
     ``(*inputs, y)``, is a dict of the tensors that a
     :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and ``functions``.
 
@@ -120,6 +121,7 @@ class StructuredModule(LightningModule):
         self._given = elbo, kl_weight, optimizer, lr
         self._elbo: StructuredELBO = objective_of(elbo, kl_weight, 1)
         self._is_checked = False
+        self._random_state: Tensor | None = None
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, for each of its steps, the schedule of its rate."""
@@ -174,6 +176,16 @@ class StructuredModule(LightningModule):
         })
         return loss * self._share_of(batch_idx)
 
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Keep the state of random numbers, since loaders of validation data draw seeds."""
+        self._random_state = torch.get_rng_state()
+
+    def on_validation_end(self) -> None:
+        """Put the random numbers of training back, so that validation does not change it."""
+        is_of_training = self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
+        if is_of_training and self._random_state is not None:
+            torch.set_rng_state(self._random_state)
+
     def _share_of(self, batch_idx: int) -> float:
         """Return a factor of a loss, since Lightning divides by the number of a complete step."""
         complete, total = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
@@ -191,9 +203,10 @@ class StructuredModule(LightningModule):
                 f"{type(batch).__name__}. Write a `collate_fn` that returns one."
             )
         *inputs, y = batch
-        prediction = predict(
-            self.model, self.guide, *inputs, num_samples=NUM_DRAWS, y=y, stream=True
-        )
+        with same_randomness(self.device):
+            prediction = predict(
+                self.model, self.guide, *inputs, num_samples=NUM_DRAWS, y=y, stream=True
+            )
         assert prediction.log_density is not None
         mean = prediction.log_density.mean()
         self.log("val_log_density", mean, batch_size=len(y), sync_dist=True, prog_bar=True)

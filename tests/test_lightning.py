@@ -181,6 +181,21 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     torch.testing.assert_close(state_of(other), state_of(part), rtol=0, atol=0)
 
 
+def test_validation_leaves_the_training_as_it_is():
+    """Loaders draw seeds of torch's generator, also where they do not shuffle."""
+    states, measured = [], []
+    for others in (None, [loader(), loader(6)]):
+        module, data = make(), loader().dataset
+        torch.manual_seed(1)
+        trainer = Trainer(**QUIET, max_epochs=2, val_check_interval=1)
+        trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), others)
+        states.append((state_of(module), torch.get_rng_state()))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    for _ in range(2):
+        measured += Trainer(**QUIET).validate(module, loader(), verbose=False)
+    assert measured[0] == measured[1]
+
+
 class Rates(Callback):
     """Writes down the learning rate of each step."""
 

@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any
@@ -92,6 +93,19 @@ class Validation(CheckedFields):
             )
 
 
+@contextmanager
+def same_randomness(device: torch.device) -> Iterator[None]:
+    """Use separate random numbers, the same in each such block."""
+    with separate_randomness():
+        torch.default_generator.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)  # noqa: NPY002
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(SEED)
+        yield
+
+
 def mean_log_density(prediction: Prediction, y: Tensor) -> float:
     """Return the log predictive density of an example, in nats, on average over the examples."""
     assert prediction.log_density is not None
@@ -177,13 +191,7 @@ class Measurements:
     def _measure(self) -> float:
         model, guide = self._loss.parts
         draws = getattr(guide, "num_points", 0) or NUM_DRAWS
-        with separate_randomness(), evaluation_mode(guide):
-            torch.default_generator.manual_seed(SEED)
-            random.seed(SEED)
-            np.random.seed(SEED)  # noqa: NPY002
-            if self._y.is_cuda:
-                with torch.cuda.device(self._y.device):
-                    torch.cuda.manual_seed(SEED)
+        with same_randomness(self._y.device), evaluation_mode(guide):
             with naming("validation", (self._x, self._y)):
                 prediction = predict(
                     *(model, guide, self._x),
