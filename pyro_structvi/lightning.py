@@ -13,11 +13,15 @@ except ImportError as error:
     raise ImportError('Lightning is needed: `pip install "pyro-structvi[lightning]"`.') from error
 
 from pyro_structvi._checks import Count, Program, checked
+from pyro_structvi._torch import norm_of
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.infer.batches import arguments_of, num_examples
+from pyro_structvi.infer.batches import Arguments, arguments_of, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.infer.elbo import CosineDecay, StructuredELBO
+from pyro_structvi.infer.steps.eager import Loss, error_of
+from pyro_structvi.infer.steps.state import Modules
 from pyro_structvi.infer.stored_parameters import refuse_stored_parameters
+from pyro_structvi.infer.terms import ELBOTerms
 from pyro_structvi.infer.training import (
     Rate,
     TrainedGuide,
@@ -63,7 +67,9 @@ class StructuredModule(LightningModule):
     On several devices each process has its share of the data, and separate noise. It scales its
     likelihood by ``num_data`` over its own batch, so the mean of the processes' gradients is unbiased. A
     step of the schedules is a step of the optimizer, also where gradients are accumulated. The last
-    step of an epoch has the mean gradient of its mini-batches, also where these are fewer.
+    step of an epoch has the mean gradient of its mini-batches, also where these are fewer. A loss or a
+    gradient that is not finite stops the training before the parameters change, as in
+    :func:`~pyro_structvi.fit`; a scaler of half precision leaves out such steps.
 
     Args:
         model: The model.
@@ -122,6 +128,12 @@ class StructuredModule(LightningModule):
         self._elbo: StructuredELBO = objective_of(elbo, kl_weight, 1)
         self._is_checked = False
         self._random_state: Tensor | None = None
+        self._batch: Arguments = (), {}
+        self._restore: dict[int, Callable[[], None]] = {}  # of the buffers before a step
+
+    @property
+    def _loss(self) -> Loss:
+        return Loss(self.model, self.guide, self._elbo)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, for each of its steps, the schedule of its rate."""
@@ -141,6 +153,7 @@ class StructuredModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Tell the model how many examples there are, and give each process separate noise."""
+        self._restore = {}
         set_num_data(self.model, self.guide, num_examples(self.trainer.train_dataloader))
         if self.trainer.world_size > 1:  # whose generators have one seed
             place = self.global_rank + self.trainer.world_size * (1 + self.global_step)
@@ -152,21 +165,22 @@ class StructuredModule(LightningModule):
         Raises:
             ValueError: At the first step, if the model reads a parameter by ``pyro.param``.
         """
-        args, kwargs = arguments_of(batch, None)
+        args, kwargs = self._batch = arguments_of(batch, None)
         if not self._is_checked:
             refuse_stored_parameters(self.model, self.guide, args, kwargs)
             self._is_checked = True
+        if self.global_step not in self._restore:
+            self._restore = {self.global_step: Modules((self.model, self.guide)).saved()}
         self._elbo.step = self.global_step
-        terms = self._elbo.terms(self.model, self.guide, *args, **kwargs)
-        weight = self._elbo.current_kl_weight
-        loss = -terms.weighted(weight)
-        if not bool(torch.isfinite(loss)):
-            named = {**terms.log_likelihood, **terms.kl}
-            wrong = [name for name, value in named.items() if not bool(torch.isfinite(value))]
-            raise FloatingPointError(
-                f"At step {self.global_step}, the terms of the sites {wrong} are not finite. A smaller "
-                "`lr` or `init_scale`, or an annealed `kl_weight`, may help."
-            )
+        try:
+            terms = self._loss.terms(*args, **kwargs)
+            weight = self._elbo.current_kl_weight
+            loss = -terms.weighted(weight)
+            if not bool(torch.isfinite(loss)):
+                raise error_of(self._loss, [], self._batch, terms)
+        except BaseException:
+            self._restore.pop(self.global_step)()
+            raise
         likelihood, elbo = terms.weighted(0.0).detach(), terms.elbo.detach()
         self.log("elbo", elbo, prog_bar=True)
         self.log_dict({
@@ -175,6 +189,22 @@ class StructuredModule(LightningModule):
             "kl_weight": weight,
         })
         return loss * self._share_of(batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise a ``FloatingPointError`` unless all gradients are finite, before parameters change.
+
+        A scaler of gradients leaves out such steps itself.
+        """
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            return
+        given = {value: value.grad for value in self.parameters() if value.grad is not None}
+        if given and not bool(norm_of([*given.values()]).isfinite()):
+            self._restore.pop(self.global_step)()
+            raise error_of(self._loss, [*given], self._batch, ELBOTerms({}, {}))
+
+    def on_train_end(self) -> None:
+        """Forget what only a step needs."""
+        self._batch, self._restore = ((), {}), {}
 
     def on_train_batch_end(self, *args: Any) -> None:
         """Keep the state of random numbers, since loaders of validation data draw seeds."""

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
@@ -292,9 +293,33 @@ def test_parameters_of_the_param_store_are_refused():
         Trainer(max_epochs=1, **QUIET).fit(StructuredModule(model, guide), loader())
 
 
-def test_a_loss_that_is_not_finite():
-    module = make()
+def with_running_statistics(guide):
+    """Return a module whose net has buffers that a pass changes, and its state."""
+    with pytest.warns(ps.nn.PointEstimateWarning):
+        net = ps.bayesianize(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), prior=1.0)
+    model = ps.Regressor(net, SIZE, 0.3)
+    own = guide(model)
+    own.initialize(*regression_data(SIZE))
+    return StructuredModule(model, own)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step():
+    module = with_running_statistics(ps.KTiedGuide)
     with torch.no_grad():
-        module.guide["net.2.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
+        module.guide["net.1.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
+    before = state_of(module)
     with pytest.raises((FloatingPointError, ValueError), match=r"not finite|must be"):
         train(module)
+    torch.testing.assert_close(state_of(module), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_gradient_that_is_not_finite_stops_before_the_step(number):
+    """Where the loss is finite; also that of several mini-batches, which buffers have seen."""
+    module = with_running_statistics(ps.MAPGuide)
+    before = state_of(module)
+    module.guide["net.1.bias"].loc.register_hook(lambda gradient: gradient * torch.inf)
+    message = r"At step 0, the gradient of .'guide.posteriors.net/1/bias.loc'. is not finite"
+    with pytest.raises(FloatingPointError, match=message):
+        train(module, accumulate_grad_batches=number)
+    torch.testing.assert_close(state_of(module), before, rtol=0, atol=0)
