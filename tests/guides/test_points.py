@@ -311,6 +311,9 @@ def test_stacking_finds_the_optimal_weights():
     whole = guide.weights.clone()
     ps.weigh_by_stacking(model, guide, x, y, batch_size=5)
     near(guide.weights, whole)
+    with pytest.raises(ValueError, match="no finite density under any member of `guide`"):
+        ps.weigh_by_stacking(model, guide, x, y + 1e200)
+    near(guide.weights, whole)
 
 
 def test_members_start_at_given_medians_and_weights_are_saved():
