@@ -255,11 +255,12 @@ class BatchStatistics:
     def used(self, found: dict[str, Tensor], measures: bool = False) -> Iterator[None]:
         """Let the layers use measured statistics in this block, or measure them first."""
 
-        def hook(number: int, calls: Iterator[int], layer: Any, args: Any) -> None:
+        def hook(number: int, calls: Iterator[int], layer: Any, args: Any, kwargs: Any) -> None:
             name = f"{number}.{next(calls)}"
             if measures:
-                dims = [dim for dim in range(args[0].dim()) if dim != 1]
-                mean, variance = args[0].mean(dims), args[0].var(dims, correction=0)
+                inputs: Tensor = [*args, *kwargs.values()][0]
+                dims = [dim for dim in range(inputs.dim()) if dim != 1]
+                mean, variance = inputs.mean(dims), inputs.var(dims, correction=0)
                 found[f"{name}.mean"] = mean.to(layer.running_mean.dtype)
                 found[f"{name}.variance"] = variance.to(layer.running_var.dtype)
             _set_statistics(layer, found[f"{name}.mean"], found[f"{name}.variance"])
@@ -267,7 +268,8 @@ class BatchStatistics:
         with ExitStack() as handles:
             for number, layer in enumerate(self._layers):
                 handles.callback(_set_statistics, layer, layer.running_mean, layer.running_var)
-                handle = layer.register_forward_pre_hook(partial(hook, number, count()))
+                own = partial(hook, number, count())
+                handle = layer.register_forward_pre_hook(own, with_kwargs=True)
                 handles.callback(handle.remove)
             yield
 

@@ -21,7 +21,7 @@ class Twice(nn.Module):
 
     def forward(self, x):
         once = self.norm(self.conv(x)).tanh()
-        return self.last(self.norm(3 * once + 1).mean(-1))
+        return self.last(self.norm(input=3 * once + 1).mean(-1))
 
 
 def by_hand(x, reference, own):
