@@ -9,10 +9,14 @@ from torch import Tensor
 from torch.distributions import StudentT
 
 from pyro_structvi.linalg.quadrature import find_root, gauss_jacobi
-from pyro_structvi.weights.torch_distributions import base_of, map_tensors, skip_validation
+from pyro_structvi.weights.torch_distributions import (
+    base_of,
+    dtype_of_levels,
+    map_tensors,
+    skip_validation,
+)
 
 NUM_DRAWS = 2000  # observations, if a distribution has no inverse distribution function
-FAR = 1000  # roundings, below which the probability of a tail needs double precision
 LARGEST_RATIO = 1e18  # whose square is finite in single precision
 MOST_DF = 200  # degrees of freedom: half as many terms, or a quadrature
 NODES = 16  # of the quadrature, with a relative error below 1e-8 up to so many degrees of freedom
@@ -21,8 +25,7 @@ NODES = 16  # of the quadrature, with a relative error below 1e-8 up to so many 
 def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
     """Return quantiles ``(Q, N, *event)`` of the mixture, as roots or from samples."""
     like = base_of(likelihood).mean
-    is_far = float(torch.minimum(q, 1 - q).min()) < FAR * torch.finfo(like.dtype).eps
-    dtype = torch.float64 if is_far else like.dtype
+    dtype = dtype_of_levels(q, like)
     # A copy without checks, since values between draws may be outside of the support at one of them.
     base = map_tensors(base_of(likelihood), lambda tensor: tensor.to(dtype).view_as(tensor))
     skip_validation(base)

@@ -19,7 +19,7 @@ from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.weights.lazy import LazySlice, LazyWeight
 from pyro_structvi.weights.site_distributions import Auxiliary, PointMass, quantiles
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
-from pyro_structvi.weights.torch_distributions import in_single
+from pyro_structvi.weights.torch_distributions import dtype_of_levels, in_single
 from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 
@@ -370,9 +370,10 @@ class JointPosterior:
         asked = probabilities(probs)
         found: dict[str, Tensor] = {}
         for site, own in self.conditionals("marginals", True):
-            distribution = in_single(own)
+            like = median_of(distribution := in_single(own))
+            levels = asked.to(like.device, dtype_of_levels(asked, like))
             try:
-                values = quantiles(distribution, asked.to(median_of(distribution)))
+                values = quantiles(distribution, levels).to(like)
             except NotImplementedError as error:
                 raise NotImplementedError(
                     f"The posterior of the site '{site.name}' has no quantiles in closed form. Take "

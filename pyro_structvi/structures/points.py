@@ -167,7 +167,7 @@ class PointMixture(WeightDistribution):
 @quantiles.register
 def _(distribution: PointMixture, probs: Tensor) -> Tensor:
     members = distribution.members.movedim(-len(distribution.event_shape) - 1, 0)
-    return torch.quantile(members, probs, 0)
+    return torch.quantile(members.to(probs), probs, 0)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,8 @@ def quantiles(distribution: Any, probs: Tensor) -> Tensor:
     Quantiles under elementwise bijections are transformed. On a support without one, such as a simplex,
     mean field has the images of unconstrained quantiles. Quantiles of K equally likely points are
     interpolated, as by :func:`torch.quantile`. Other distributions have ``icdf``, or
-    raise a ``NotImplementedError``, as a flow does.
+    raise a ``NotImplementedError``, as a flow does. Probabilities of a posterior in single precision may
+    have double precision, and so may the result.
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal

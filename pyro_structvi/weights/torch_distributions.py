@@ -24,6 +24,7 @@ from torch.distributions.utils import lazy_property
 from pyro_structvi.linalg.matrices import at_least_single, is_half
 
 DRAWS = 99
+FAR = 1000  # roundings, below which the probability of a tail needs double precision
 Inverse = type(ExpTransform().inv)
 
 
@@ -146,6 +147,12 @@ def in_single(distribution: Any) -> Any:
     """Return a distribution with half-precision tensors in single, so that sums are not rounded."""
     # An eager step calls it for all its distributions, which are seldom in half precision.
     return map_tensors(distribution, at_least_single) if _has_half(distribution) else distribution
+
+
+def dtype_of_levels(levels: Tensor, like: Tensor) -> torch.dtype:
+    """Return the dtype for quantiles: double precision for tails that rounding would change."""
+    is_far = torch.minimum(levels, 1 - levels) < FAR * torch.finfo(like.dtype).eps
+    return torch.float64 if bool(is_far.any()) else like.dtype
 
 
 def _has_half(value: Any) -> bool:
