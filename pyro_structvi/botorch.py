@@ -21,6 +21,7 @@ from pyro_structvi.infer import fit
 from pyro_structvi.posterior import predict
 from pyro_structvi.posterior.passes import count_draws, spaced
 from pyro_structvi.sites.site_posterior import stack_draws
+from pyro_structvi.structures.mixture import weights_of
 
 __all__ = ["StructuredModel"]
 
@@ -250,5 +251,5 @@ def _draws_of(
         return {name: values[chosen] for name, values in posterior.items()}, None
     if posterior.is_of_points and num_draws is None:
         draws = stack_draws([member.draw() for member in posterior.members])
-        return draws, posterior.weights.clone()
+        return draws, weights_of(posterior).clone()
     return posterior.joint_posterior().draw_many(range(num_draws or DEFAULT_DRAWS)), None

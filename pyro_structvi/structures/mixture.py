@@ -63,7 +63,7 @@ class MixtureGuide(StructuredGuide):
 
     Attributes:
         members: The guides.
-        weights: Their weights ``(K,)``, which sum to 1.
+        weights: Their weights ``(K,)``, which sum to 1; draws and medians by other ones are an error.
 
     Raises:
         TypeError: If ``make_guide`` does not return a guide of this package.
@@ -183,7 +183,8 @@ class MixtureGuide(StructuredGuide):
             )
         self._initialize_if_needed(args, kwargs)
         check_no_plates_around([self.site_names])
-        values: dict[str, Tensor] = self.members[int(self.weights.multinomial(1))](*args, **kwargs)
+        member = self.members[int(weights_of(self).multinomial(1))]
+        values: dict[str, Tensor] = member(*args, **kwargs)
         return values
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
@@ -249,6 +250,19 @@ def _over_members(rows: Sequence[ParameterReport]) -> ParameterReport:
 
 
 NOISE = 0.01  # of the root mean square of a start, so that scalars differ, too
+
+
+def weights_of(guide: MixtureGuide) -> Tensor:
+    """Return the weights of a mixture, or raise unless they are probabilities."""
+    weights, eps = guide.weights, torch.finfo(guide.weights.dtype).eps
+    error = abs(float(weights.double().sum()) - 1)
+    if not (bool((weights >= 0).all()) and error <= max(1e-6, len(weights) * eps)):
+        raise ValueError(
+            "`guide.weights` must be at least 0 and sum to 1, but got "
+            f"{[round(each, 6) for each in weights.tolist()]}. Write "
+            "`guide.weights.copy_(weights / weights.sum())`."
+        )
+    return weights
 
 
 def _members_of_draws(weights: Tensor, count: int) -> list[int]:
@@ -324,7 +338,7 @@ class JointMixture:
         """
         guide = self._guide
         if number is None:
-            number = int(guide.weights.multinomial(1))
+            number = int(weights_of(guide).multinomial(1))
         if isinstance(number, int):
             number %= guide.num_members
             if number not in self._joints:
@@ -347,12 +361,12 @@ class JointMixture:
     def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
         """Draw all sites from one member; successive draws are spread over members by their weights."""
         if number is not None:
-            number = _members_of_draws(self._guide.weights, number + 1)[-1]
+            number = _members_of_draws(weights_of(self._guide), number + 1)[-1]
         return self.at_member(number, lambda _, joint: joint.draw(local))
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
         """Draw all sites once for each number, stacked; the draws of a member share its factors."""
-        members = _members_of_draws(self._guide.weights, max(numbers) + 1)
+        members = _members_of_draws(weights_of(self._guide), max(numbers) + 1)
         draws, places = list[dict[str, Tensor]](), list[int]()
         for member in dict.fromkeys(members[number] for number in numbers):
             own = [place for place, number in enumerate(numbers) if members[number] == member]
@@ -367,7 +381,7 @@ class JointMixture:
 
     def median(self) -> dict[str, Tensor]:
         medians = stack_draws([each.median() for each in self._guide.members])
-        weights = self._guide.weights
+        weights = weights_of(self._guide)
         return {
             name: torch.tensordot(weights.to(value), value, 1) for name, value in medians.items()
         }

@@ -1,5 +1,6 @@
 """Guides of points and mixtures: maximum a posteriori, ensembles, dropout, several basins."""
 
+import math
 from functools import partial
 
 import pyro
@@ -314,6 +315,17 @@ def test_stacking_finds_the_optimal_weights():
     with pytest.raises(ValueError, match="no finite density under any member of `guide`"):
         ps.weigh_by_stacking(model, guide, x, y + 1e200)
     near(guide.weights, whole)
+
+
+@pytest.mark.parametrize("weights", [(2.0, 1.0), (0.5, 0.4), (1.5, -0.5), (math.nan, 1.0)])
+def test_weights_are_probabilities(weights):
+    _, guide = mixture(ps.MeanFieldGuide, size=2)
+    guide.weights.copy_(torch.tensor(weights))
+    for use in (guide.draw, guide.median, lambda: guide(*regression_data())):
+        with pytest.raises(ValueError, match=r"`guide.weights` must be at least 0 and sum to 1"):
+            use()
+    guide.float().weights.copy_(torch.tensor([0.3, 0.7]))
+    assert guide.draw().keys() == guide.median().keys()
 
 
 def test_members_start_at_given_medians_and_weights_are_saved():
