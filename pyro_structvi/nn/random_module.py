@@ -123,6 +123,10 @@ class RandomModule(OwnParameters):
         """Return an attribute; a random parameter outside of passes is a tensor without values."""
         if name not in declared_samples(self) or can_sample(self, name):
             return super().__getattr__(name)
+        own = values_of_pass(self)  # a function under a checkpoint runs outside of the net, too
+        again = own.again(site_name(self, name)) if isinstance(own, _PassValues) else None
+        if again is not None:
+            return again
         prior = prior_of(self, name)
         return UnsampledParameter(declared_name(self, name), prior.shape(), example_of(prior))
 
@@ -373,14 +377,19 @@ class _PassValues(dict[str, Tensor]):
         value = super().get(name)
         if value is not None or not inside_backward():
             return default if value is None else value
-        if self._differentiated is None or name not in self._differentiated:
+        value = self.again(name)
+        if value is None:
             raise RuntimeError(
                 f"The weight at site '{name}' is needed again in a backward pass, and the pass that it "
                 "belongs to is not known. Checkpoint parts of the net, not the whole net, and pass "
                 "`use_reentrant=False` to `torch.utils.checkpoint.checkpoint`."
             )
-        value = self._differentiated[name]
-        return _as_leaf(value) if inside_reentrant_backward() else value
+        return value
+
+    def again(self, name: str) -> Tensor | None:
+        """Return the value at a site in a backward pass that computes it again, or None."""
+        value = (self._differentiated or {}).get(name)
+        return _as_leaf(value) if value is not None and inside_reentrant_backward() else value
 
 
 def _as_leaf(value: Tensor) -> Tensor:

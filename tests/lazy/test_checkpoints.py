@@ -80,6 +80,38 @@ def test_gradients_are_those_without_checkpoints(name, kind, objective):
     assert_same_gradients(found, expected)
 
 
+class OwnWeight(nn.Module):
+    """A net whose function under a checkpoint reads a parameter of the net itself."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(3, 4), nn.Linear(4, 1), kind
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.kind is None:
+            return self.last(self.part(x))
+        return self.last(checkpoint(self.part, x, use_reentrant=self.kind == "reentrant"))
+
+    def part(self, x):
+        return torch.tanh(x @ self.weight) * self.weight.sum()
+
+
+@KINDS
+def test_a_function_under_a_checkpoint_reads_a_parameter(kind):
+    found = []
+    for each in (None, kind):
+        torch.manual_seed(1)
+        model = ps.Regressor(ps.bayesianize(OwnWeight(each), prior=1.0), 12, 0.3)
+        guide = ps.MeanFieldGuide(model, init_scale=0.3, local_reparam=False)
+        guide.initialize(*regression_data())
+        torch.manual_seed(2)
+        ps.StructuredELBO().loss_and_grads(model, guide, *regression_data())
+        found.append({name: value.grad for name, value in guide.named_parameters()})
+    assert_same_gradients(*found)
+
+
 @KINDS
 def test_each_pass_has_its_own_values(kind):
     """Two losses are differentiated after both passes, the first of them first."""
