@@ -34,6 +34,22 @@ class Family(CheckedFields):
     constants: ClassVar[tuple[str, ...]] = ()
     delayed: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keep the representation, which ``dataclass`` writes for a class that does not define one."""
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """Show the options, those with ``repr=False`` where they are not the defaults."""
+        pairs = [(own, getattr(self, own.name)) for own in fields(self)]
+        shown = [
+            f"{own.name}={value!r}"
+            for own, value in pairs
+            if own.repr or (own.compare and value != own.default)
+        ]
+        return f"{type(self).__qualname__}({', '.join(shown)})"
+
     def fits(self, site: LatentSite) -> bool:
         """Whether this family supports the site."""
         raise NotImplementedError

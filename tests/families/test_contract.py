@@ -1,5 +1,7 @@
 """Every family and every guide of the registry obeys its contract."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,31 @@ CLASSES = [
 
 def test_no_family_is_forgotten():
     assert {type(family) for family in FAMILIES.values()} == set(CLASSES)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_families_are_equal_where_their_texts_are(family):
+    names = {each.__name__: each for each in CLASSES}
+    assert eval(repr(family), names) == family
+    assert repr(MeanField()) == "MeanField()"
+    assert repr(MeanField(max_scale=2.0)) == "MeanField(max_scale=2.0)"
+    assert repr(KTied(3, join_bias=False)) == "KTied(join_bias=False, rank=3)"
+
+
+@dataclass(frozen=True)
+class Own(MeanField):
+    """A user's family, with a text of its own."""
+
+    def __repr__(self):
+        return "mine"
+
+
+def test_families_of_users_keep_their_texts():
+    @dataclass(frozen=True)
+    class Further(Own):
+        option: int = 1
+
+    assert repr(Own()) == repr(Further()) == "mine"
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
