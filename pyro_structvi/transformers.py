@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 try:
     from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-    from transformers import LogitsProcessor, LogitsProcessorList, Trainer, TrainingArguments
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessor,
+        LogitsProcessorList,
+        Trainer,
+        TrainingArguments,
+    )
 except ImportError as error:
     raise ImportError(
         'transformers and peft are needed: `pip install "pyro-structvi[transformers]"`.'
@@ -328,7 +334,8 @@ def generate_from_mixture(
         inputs: Arguments of ``generate`` with the sequences first: ``input_ids``, ``attention_mask``.
         sample: Whether to sample tokens, in place of the most probable ones or beams.
         warpers: Changes of the average, such as ``TemperatureLogitsWarper(0.7)``.
-        **options: Further arguments of ``generate``, such as ``max_new_tokens`` and ``num_beams``.
+        **options: Further arguments of ``generate``, such as ``max_new_tokens`` and ``num_beams``, or a
+            ``generation_config`` with these.
 
     Returns:
         Tokens ``(sequences, length)``; with ``return_dict_in_generate`` an object, with the rows of all
@@ -352,7 +359,9 @@ def generate_from_mixture(
         torch.Size([3, 6])
     """
     draws = _draws_in(net)
-    _check_generation(sample, options)
+    _check_generation(net, sample, options)
+    if (beams := _setting(net, options, "num_beams")) > 1:
+        options["num_beams"] = beams  # peft reads it here only
     size, count = len(next(iter(inputs.values()))), len(draws)
     rows = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in inputs.items()}
     processors = [*warpers, _SameNoise(count)] if sample else [*warpers]
@@ -375,10 +384,12 @@ def _draws_in(net: Any) -> list[str]:
             "`net` must have draws as adapters, but has none. Pass `draws_as_adapters(guide)`."
         )
     # Without these hooks peft leaves the names out in silence.
-    if not hasattr(net.base_model, "_enable_peft_forward_hooks"):
+    is_dora = getattr(net.peft_config[draws[0]], "use_dora", False)
+    if is_dora or not hasattr(net.base_model, "_enable_peft_forward_hooks"):
         raise ValueError(
             "`net` must have adapters whose rows of a batch may have separate names, such as LoRA, but "
-            f"has {net.peft_type.value}. Generate at each draw: `net.set_adapter('draw0')`."
+            f"has {'DoRA' if is_dora else net.peft_type.value}. Generate at each draw: "
+            "`net.set_adapter('draw0')`."
         )
     if net.training:
         raise ValueError(
@@ -387,16 +398,27 @@ def _draws_in(net: Any) -> list[str]:
     return draws
 
 
-def _check_generation(sample: bool, options: dict[str, Any]) -> None:
+def _setting(net: Any, options: dict[str, Any], name: str) -> Any:
+    """Return a setting of ``generate``, a number: an option, of a given configuration, or the net's."""
+    configs = options.get("generation_config"), getattr(net, "generation_config", None)
+    found = [options.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((value for value in found if value is not None), 1)
+
+
+def _check_generation(net: Any, sample: bool, options: dict[str, Any]) -> None:
     """Raise a ``ValueError`` if an option of ``generate`` would change nothing, or is of samples."""
-    unused = [name for name in WARPING if name in options]
+    config, default = options.get("generation_config"), GenerationConfig()
+    changed = [
+        n for n in WARPING if getattr(config, n, None) not in (None, getattr(default, n, None))
+    ]
+    unused = [name for name in WARPING if name in options or name in changed]
     if unused:
         raise ValueError(
             f"`options` must have none of {unused}, which `generate` uses only where it samples itself. "
             "Write `warpers=[TemperatureLogitsWarper(0.7)]`, or another warper of transformers."
         )
     own = [name for name in OF_SAMPLES if name in options]
-    if getattr(options.get("generation_config"), "do_sample", None):
+    if getattr(config, "do_sample", None):
         own.append("generation_config")
     if own:
         raise ValueError(
@@ -407,9 +429,9 @@ def _check_generation(sample: bool, options: dict[str, Any]) -> None:
         ("num_beams", "Write `sample=False` for beams"),
         ("num_return_sequences", "Repeat the rows of `inputs`"),
     ):
-        if sample and options.get(name, 1) > 1:
+        if sample and (number := _setting(net, options, name)) > 1:
             raise ValueError(
-                f"`{name}` must be 1 where tokens are sampled, but got {options[name]}. {remedy}."
+                f"`{name}` must be 1 where tokens are sampled, but got {number}. {remedy}."
             )
 
 

@@ -221,17 +221,34 @@ def test_beams_of_the_mixture():
     assert torch.equal(several[::3], found)
 
 
+def test_settings_may_come_from_a_configuration():
+    _, guide = make()
+    net, given = hf.draws_as_adapters(guide, 2), inputs(2)
+    settings = {"max_new_tokens": 2, "min_new_tokens": 2, "num_beams": 4}
+    expected = hf.generate_from_mixture(net, given, **settings)
+    config = transformers.GenerationConfig(**settings)
+    assert torch.equal(hf.generate_from_mixture(net, given, generation_config=config), expected)
+    net.generation_config.update(**settings)
+    assert torch.equal(hf.generate_from_mixture(net, given), expected)
+    assert torch.equal(hf.generate_from_mixture(net, given, num_beams=4), expected)
+    for options in ({}, {"generation_config": config}):
+        with pytest.raises(ValueError, match="`num_beams` must be 1 where tokens are sampled"):
+            hf.generate_from_mixture(net, given, sample=True, **options)
+
+
 def test_what_the_mixture_would_leave_out_is_refused():
     _, guide = make()
     net = hf.draws_as_adapters(guide, 2)
-    with pytest.raises(ValueError, match=r"none of \['temperature'\].*Write `warpers="):
-        hf.generate_from_mixture(net, inputs(), sample=True, temperature=0.5)
+    cold = transformers.GenerationConfig(temperature=0.5)
+    for options in ({"temperature": 0.5}, {"generation_config": cold}):
+        with pytest.raises(ValueError, match=r"none of \['temperature'\].*Write `warpers="):
+            hf.generate_from_mixture(net, inputs(), sample=True, **options)
     for name in ("num_beams", "num_return_sequences"):
         with pytest.raises(
             ValueError, match=f"`{name}` must be 1 where tokens are sampled, but got"
         ):
             hf.generate_from_mixture(net, inputs(), sample=True, **{name: 3})
-    config = transformers.GenerationConfig(do_sample=True, temperature=0.5)
+    config = transformers.GenerationConfig(do_sample=True)
     for options in ({"do_sample": True}, {"logits_processor": []}, {"generation_config": config}):
         with pytest.raises(ValueError, match=r"since tokens are sampled here.* `sample=True`"):
             hf.generate_from_mixture(net, inputs(), **options)
@@ -240,6 +257,12 @@ def test_what_the_mixture_would_leave_out_is_refused():
     config = peft.LoHaConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     _, guide = make(net=peft.get_peft_model(base(), config))
     with pytest.raises(ValueError, match=r"rows of a batch .*, such as LoRA, but has LOHA"):
+        hf.generate_from_mixture(hf.draws_as_adapters(guide, 2), inputs())
+    options = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "use_dora": True}
+    _, guide = make(net=peft.get_peft_model(base(), peft.LoraConfig(r=2, **options)))
+    with pytest.raises(
+        ValueError, match=r"such as LoRA, but has DoRA.*`net.set_adapter\('draw0'\)`"
+    ):
         hf.generate_from_mixture(hf.draws_as_adapters(guide, 2), inputs())
 
 
