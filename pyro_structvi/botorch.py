@@ -135,9 +135,12 @@ class StructuredModel(EnsembleModel):
 
     def _functions_at(self, draws: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return functions ``(S, *batch, q, m)``."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows, size = x.reshape(-1, x.shape[-1]), self._num_outputs
+        if not len(rows):
+            count = len(next(iter(draws.values())))
+            return x.sum(-1, keepdim=True).expand(count, *x.shape[:-1], size)  # of no element
         found = predict(self.model, draws, rows, differentiable=torch.is_grad_enabled())
-        functions, size = found.functions, self._num_outputs
+        functions = found.functions
         assert functions is not None
         if functions.shape[2:] != (size,) and (functions.dim() > 2 or size > 1):
             raise ValueError(

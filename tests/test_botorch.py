@@ -9,6 +9,7 @@ import pyro_structvi as ps
 pytest.importorskip("botorch")
 from botorch.acquisition import PosteriorMean, qSimpleRegret
 from botorch.acquisition.logei import qLogExpectedImprovement
+from botorch.models import SingleTaskGP
 from botorch.models.transforms import Normalize, Standardize
 from botorch.optim import optimize_acqf
 from botorch.sampling.index_sampler import IndexSampler
@@ -61,6 +62,19 @@ def test_the_posterior_is_that_of_the_draws_and_differentiable(shape):
     (gradient,) = torch.autograd.grad(posterior.values.select(-3, 1).sum(), x)
     expected = model.draws["net.weight"][1].expand(shape)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0, 2), (0, 3, 2)])
+def test_the_posterior_at_no_input_is_empty(shape):
+    """As that of a Gaussian process."""
+    (x, y), ours = data(), make(num_draws=3)
+    gaussian = SingleTaskGP(x, (y - y.mean(0)) / y.std(0))
+    found, expected = (model.posterior(torch.rand(shape)) for model in (ours, gaussian))
+    assert found.mean.shape == expected.mean.shape
+    assert found.variance.shape == expected.variance.shape
+    size = torch.Size([5])
+    assert found.rsample(size).shape == expected.rsample(size).shape
+    assert ours.sample(0).posterior(torch.rand(shape)).mean.shape == expected.mean.shape
 
 
 def test_acquisition_functions_are_means_over_the_functions():
