@@ -116,8 +116,9 @@ class CompiledStep(EagerStep):
             return self._take_eagerly(call.args, call.kwargs)
         if sum(map(len, self.kinds.values())) == MOST_KINDS:
             self._say(
-                f"There are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and read "
-                "values. Pass numbers that change as tensors, and pad what has many sizes."
+                f"There are more than {MOST_KINDS} kinds of steps, by shapes, arguments, attributes of "
+                "modules and read values. Pass numbers that change as tensors, or keep them in buffers, "
+                "and pad what has many sizes."
             )
             return self._take_eagerly(call.args, call.kwargs)
         with poutine.trace(param_only=True) as capture:
