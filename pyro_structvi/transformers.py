@@ -19,6 +19,7 @@ try:
         LogitsProcessor,
         LogitsProcessorList,
         Trainer,
+        TrainerCallback,
         TrainingArguments,
     )
 except ImportError as error:
@@ -27,6 +28,7 @@ except ImportError as error:
     ) from error
 
 from pyro_structvi._checks import Count, brief, checked
+from pyro_structvi._torch import norm_of
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.infer.elbo import StructuredELBO
@@ -75,7 +77,8 @@ class StructuredTrainer(Trainer):
 
     so each of N training examples has an equal share of the KL, and accumulated gradients equal the
     gradient of one large batch. Processes have separate noise. Logs have ``kl``, in nats, and
-    ``kl_weight``.
+    ``kl_weight``. A bound or a gradient that is not finite stops the training before the parameters
+    change.
 
     ``eval_loss`` is minus the log predictive density per label of a mini-batch, and as for any Trainer
     the mean over mini-batches counts their examples, not labels. ``compute_metrics`` has the predictive
@@ -147,6 +150,8 @@ class StructuredTrainer(Trainer):
             )
         self._kl_weight = kl_weight
         super().__init__(_Bound(model, guide, num_samples), args, **options)
+        if not args.fp16:  # whose scaler leaves out such steps
+            self.add_callback(_FiniteGradients)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the optimizer, and the schedule of the KL over the steps of the run."""
@@ -220,15 +225,28 @@ class _Bound(nn.Module):
         share = len(labels) / self.model.num_data
         bound = terms.weighted(self.elbo.current_kl_weight) * share
         if not bool(bound.isfinite()):  # Trainer would log other numbers
-            raise FloatingPointError(
-                "The bound of a mini-batch is not finite. A smaller `learning_rate`, or a smaller "
-                "`init_scale` of the guide, may help."
-            )
+            raise _not_finite("The bound of a mini-batch is")
         return {"loss": -bound / count}
 
     def _predict(self, inputs: Any, y: Tensor | None) -> Any:
         number = self.num_samples
         return predict(self.model, self.guide, inputs, num_samples=number, y=y, stream=True)
+
+
+class _FiniteGradients(TrainerCallback):
+    """Raises before parameters change by a gradient that is not finite."""
+
+    def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **options: Any) -> None:
+        gradients = [value.grad for value in model.parameters() if value.grad is not None]
+        if gradients and not bool(norm_of(gradients).isfinite()):
+            raise _not_finite("Gradients of a step are")
+
+
+def _not_finite(subject: str) -> FloatingPointError:
+    return FloatingPointError(
+        f"{subject} not finite. A smaller `learning_rate`, or a smaller `init_scale` of the guide, may "
+        "help."
+    )
 
 
 def _leave_frozen_out(bound: nn.Module, state: Any, prefix: str, metadata: Any) -> None:

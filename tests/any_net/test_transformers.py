@@ -269,5 +269,14 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     padded = ps.TokenClassifier(ps.bayesianize(base(), prior=0.1), shift=True, ignore_index=0)
     with pytest.raises(ValueError, match=r"`model` must have `ignore_index=-100`.*but got 0"):
         hf.StructuredTrainer(padded, ps.MeanFieldGuide(padded), arguments(tmp_path))
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(FloatingPointError, match="bound of a mini-batch is not finite"):
         train(model, guide, tmp_path)
+    model, guide = make()
+    model.num_data = SIZE
+    guide.initialize(inputs(), texts())
+    first = next(guide.parameters())
+    first.register_hook(lambda gradient: gradient * torch.nan)
+    known = [value.clone() for value in guide.parameters()]
+    with pytest.raises(FloatingPointError, match="Gradients of a step are not finite"):
+        train(model, guide, tmp_path)
+    assert all(torch.equal(*pair) for pair in zip(guide.parameters(), known, strict=True))
