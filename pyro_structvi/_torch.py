@@ -1,6 +1,7 @@
 """Private parts of torch, each with its use and with what breaks without it."""
 
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -134,6 +135,14 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def count_of_writes(tensor: Tensor) -> float:
+    """Return how often a tensor was written to; NaN, which equals nothing, for one of inference mode.
+
+    It counts no writes.
+    """
+    return math.nan if tensor.is_inference() else tensor._version
 
 
 def without_storage(cls: type[T], shape: torch.Size, like: Tensor) -> T:

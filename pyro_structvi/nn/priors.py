@@ -24,6 +24,7 @@ from pyro_structvi._checks import (
     check_positive,
 )
 from pyro_structvi._pyro import declared_samples
+from pyro_structvi._torch import count_of_writes, is_recording
 from pyro_structvi.weights.torch_distributions import (
     base_of,
     map_tensors,
@@ -312,15 +313,22 @@ class BufferedPrior:
         self.kind = type(prior)
         self.template = map_tensors(prior, lambda tensor: tensor.to("meta")) if is_whole else None
         self.shape = shape
-        self._built: tuple[list[Tensor], Any] | None = None
+        self._built: tuple[list[tuple[Tensor, float]], Any] | None = None
 
     def __call__(self, module: PyroModule) -> Any:
-        """Return the prior, built again only after a buffer was replaced."""
+        """Return the prior, built again only after a buffer was replaced or written to.
+
+        A distribution may hold tensors that it computed from its arguments.
+        """
         values: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
+        present = [(value, count_of_writes(value)) for value in values]
+        if is_recording():  # a replay computes from the buffers
+            return self._build(values)
         if self._built is None or any(
-            old is not new for old, new in zip(self._built[0], values, strict=True)
+            old is not new or before != now
+            for (old, before), (new, now) in zip(self._built[0], present, strict=True)
         ):
-            self._built = values, self._build(values)
+            self._built = present, self._build(values)
         return self._built[1]
 
     def _build(self, values: list[Tensor]) -> Any:

@@ -226,6 +226,22 @@ def test_a_prior_that_is_changed_in_place_is_seen(joined):
     assert losses[4] != pytest.approx(unchanged[4], rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_what_a_prior_computes_from_a_buffer_is_seen():
+    prior = dist.AsymmetricLaplace(torch.tensor(0.0), torch.tensor(1.0), torch.tensor(2.0))
+
+    def make():
+        net = ps.bayesianize(nn.Linear(3, 1), {"bias": prior, "*": 1.0})
+        model = ps.Regressor(net, 12, 0.3)
+        return model, ps.MeanFieldGuide(model)
+
+    def widen(svi, number):
+        if number == 4:
+            svi.model.net.bias_prior_scale.mul_(2.0)
+
+    assert_same(make, regression_data(), steps=6, change=widen)
+
+
 class Masked(nn.Linear):
     """Has tensors that are no buffers."""
 

@@ -16,6 +16,7 @@ from torch.distributions import kl_divergence
 
 import pyro_structvi as ps
 from pyro_structvi.infer import SampledKLWarning
+from pyro_structvi.nn.random_module import prior_of
 from pyro_structvi.sites.finding import find_declared_sites
 from tests.distributions.cases import (
     CASES,
@@ -267,6 +268,28 @@ def test_it_moves_converts_and_is_copied_with_the_model(name):
         sites = find_declared_sites(model.to("meta"))
         for site in ("net.0.weight", "net.0.bias"):
             assert sites[site].prior.mean.device.type == "meta"
+
+
+DERIVED = {  # distributions with tensors that they compute from their arguments
+    "Weibull": lambda number: dist.Weibull(torch.tensor(2.0), number),
+    "Beta": lambda number: dist.Beta(number, 2.0),
+    "StudentT": lambda number: dist.StudentT(number, 0.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_tensors_that_a_prior_computes_follow_its_buffers(name):
+    priors = (DERIVED[name](torch.tensor(number)) for number in (3.0, 4.0))
+    models = [make_model({"0.bias": prior, "*": 1.0}) for prior in priors]
+    value, found = torch.full((5,), 0.4), []
+    prior_of(models[0].net[0], "bias").log_prob(value)
+    models[0].load_state_dict(models[1].state_dict())
+    for model in models:
+        prior = prior_of(model.net[0], "bias")
+        torch.manual_seed(0)
+        found.append(torch.cat([prior.sample(), prior.variance, prior.log_prob(value).reshape(1)]))
+    assert torch.equal(*found)
+    assert prior_of(models[0].net[0], "bias") is prior_of(models[0].net[0], "bias")
 
 
 @pytest.mark.parametrize("guide_name", ["k-tied", "rowwise"])
