@@ -27,6 +27,7 @@ from pyro_structvi._pyro import declared_samples
 from pyro_structvi._torch import count_of_writes, is_recording
 from pyro_structvi.weights.torch_distributions import (
     base_of,
+    is_positive,
     map_tensors,
     median,
     skip_validation,
@@ -121,9 +122,7 @@ class HierarchicalScale(CheckedFields):
         )
         if not isinstance(self.prior, torch.distributions.Distribution):
             raise TypeError(f"{text}.")
-        support = base_of(self.prior).support
-        lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
-        if support.is_discrete or not bool((lower >= 0).all()):
+        if not is_positive(self.prior):
             raise ValueError(f"{text} over {self.prior.support}.")
 
 

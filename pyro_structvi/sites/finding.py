@@ -39,7 +39,13 @@ from pyro_structvi.sites.latent_site import (
 )
 from pyro_structvi.weights.lazy import WeightPlaceholder
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
-from pyro_structvi.weights.torch_distributions import base_of, example_of, feasible_point, median
+from pyro_structvi.weights.torch_distributions import (
+    base_of,
+    example_of,
+    feasible_point,
+    is_positive,
+    median,
+)
 
 LAYOUT = ("fan_in", "input_dim", "groups")
 
@@ -275,7 +281,7 @@ class _CountedItem(WeightPlaceholder):
 
 
 class _SiteRecorder(ValuesWithoutDraws):
-    """Records each latent site, with a value that counts its uses."""
+    """Records each latent site, with a value that counts its uses; scales are at their median."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +294,11 @@ class _SiteRecorder(ValuesWithoutDraws):
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg) and msg["value"] is not None:
             self.given_plates.add(msg["name"])
+        is_given = msg["value"] is not None
         super()._pyro_sample(msg)
+        if not is_given and not site_is_subsample(msg) and is_positive(msg["fn"]):
+            # Priors with this scale are described at it, and give the units of steps.
+            msg["value"] = median(msg["fn"]).expand_as(msg["value"]).clone()
 
     def _pyro_post_sample(self, msg: Any) -> None:
         name = msg["name"]

@@ -175,6 +175,13 @@ def example_of(prior: Any) -> Tensor:
     return _draw(prior) if found is None else found
 
 
+def is_positive(distribution: Any) -> bool:
+    """Whether a distribution is continuous and over positive numbers, as that of a scale."""
+    support = base_of(distribution).support
+    lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
+    return not support.is_discrete and bool((lower >= 0).all())
+
+
 def median(prior: Distribution) -> Tensor:
     """Return the median of each element; of 99 samples if there is no closed form."""
     base = base_of(prior)

@@ -137,6 +137,22 @@ def test_means_start_at_the_weights_of_the_net_and_scales_near_their_median():
     assert sites["net.bias"].site.prior_scale == pytest.approx(0.559, rel=0.25)
 
 
+def scaled_function(x, y=None):
+    scale = pyro.sample("scale", dist.LogNormal(math.log(0.3), 1.0))
+    weight = pyro.sample("weight", dist.Normal(0.0, 2 * scale).expand([2]).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("obs", dist.Normal(x @ weight, 0.5), obs=y)
+
+
+def test_units_of_weights_are_those_at_the_median_of_their_scale():
+    prior = ps.HierarchicalScale(dist.LogNormal(math.log(0.6), 1.0))
+    net = make_model({"weight": prior, "*": 1.0}, nn.Linear(2, 1))
+    for model, site, y in ((net, "net.weight", (4, 1)), (scaled_function, "weight", (4,))):
+        guide = ps.MeanFieldGuide(model)
+        guide.initialize(torch.randn(4, 2), torch.randn(y))
+        assert guide[site].site.prior_scale == pytest.approx(0.6, rel=1e-9)
+
+
 # ---- the bound -----------------------------------------------------------------------------------
 
 
