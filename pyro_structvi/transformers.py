@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 try:
-    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import PeftModel
     from transformers import (
         GenerationConfig,
         LogitsProcessor,
@@ -299,15 +299,14 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
             "before `bayesianize`, and pass its result to a `Classifier` or another likelihood."
         )
     active = net.active_adapter
-    config, states = net.peft_config[active], []
+    config, state = net.peft_config[active], net.state_dict()
     added = copy(config)
     if hasattr(added, "init_lora_weights"):
         added.init_lora_weights = True  # others, such as PiSSA's, change the base
-    own = {name: value.data for name, value in net.named_parameters() if value.requires_grad}
-    mean = {name: value.clone() for name, value in own.items()}
     draws = guide.joint_posterior().draw_many(range(num_draws))
-    drawn = [name for name in own if f"net.{name}" in draws]
-    outside = [name for name in drawn if active not in name.split(".")]
+    drawn = [name for name in state if f"net.{name}" in draws]
+    own = [name for name in state if active in name.split(".")]
+    outside = [name for name in drawn if name not in own]
     if outside:
         raise ValueError(
             f"`guide` must have a posterior over the adapter '{active}' only, but {outside} are outside "
@@ -315,22 +314,24 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
             "take a net for each draw, `guide.to_net(guide.draw())`."
         )
     for number in range(num_draws):
-        for name in drawn:
-            own[name].copy_(draws[f"net.{name}"][number])
-        state = get_peft_model_state_dict(net, adapter_name=active)
-        states.append({key: value.clone() for key, value in state.items()})
-    for name, value in mean.items():
-        own[name].copy_(value)
-    for number, state in enumerate(states):
         net.add_adapter(f"draw{number}", added)
         net.peft_config[f"draw{number}"] = config
-        found = set_peft_model_state_dict(net, state, adapter_name=f"draw{number}")
-        if found.unexpected_keys:
+        present = net.state_dict()
+        # A tensor that layers share has several names, and its site has one of them.
+        parts = {name: f".{name}.".rsplit(f".{active}.", 1) for name in own}
+        names = {name: f".draw{number}.".join(parts[name]).strip(".") for name in own}
+        unknown = [name for name in drawn if names[name] not in present]
+        if unknown:
             raise ValueError(
-                f"`guide` must have adapters of peft's own layers, but '{found.unexpected_keys[0]}' is "
-                "of another. Leave its adapter out of `layers` of `bayesianize`, or take a net for each "
-                "draw, `guide.to_net(guide.draw())`."
+                f"`guide` must have adapters of peft's own layers, but '{unknown[0]}' is of another. "
+                "Leave its adapter out of `layers` of `bayesianize`, or take a net for each draw, "
+                "`guide.to_net(guide.draw())`."
             )
+        for name in own:
+            if names[name] in present:
+                present[names[name]].copy_(state[name])
+        for name in drawn:
+            present[names[name]].copy_(draws[f"net.{name}"][number])
     return net.requires_grad_(False).eval()
 
 

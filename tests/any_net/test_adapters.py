@@ -110,6 +110,34 @@ def test_draws_leave_the_base_where_new_adapters_change_it(init, tmp_path):
     torch.testing.assert_close(loaded(**inputs()).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["VBLoRA", "PromptTuning", "PrefixTuning", "PromptEncoder"])
+def test_draws_of_other_kinds_of_adapters(kind, tmp_path):
+    """The layers of VB-LoRA share a bank of vectors; the others are prompts, which wrap the net."""
+    prompt = {"num_virtual_tokens": 4}
+    layers = {"num_vectors": 8, "vector_length": 4, "r": 2, "target_modules": ["q_proj", "v_proj"]}
+    options = layers if kind == "VBLoRA" else prompt
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options)
+    _, guide = make(net=peft.get_peft_model(base(), config).eval())
+    found, expected = with_draws(guide, 2)
+    mean = guide.to_net()(**inputs()).logits
+    assert torch.equal(found(**inputs()).logits, mean)
+    assert not torch.allclose(mean, expected, atol=0.01)
+    found.set_adapter("draw1")
+    assert torch.equal(found(**inputs()).logits, expected)
+    found.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "draw1")
+    torch.testing.assert_close(loaded(**inputs()).logits, expected)
+
+
+def test_the_name_of_the_adapter_may_be_in_other_names():
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    net = peft.get_peft_model(base(), config, adapter_name="model").eval()
+    _, guide = make(net=net)
+    found, expected = with_draws(guide, 1)
+    found.set_adapter("draw0")
+    assert torch.equal(found(**inputs()).logits, expected)
+
+
 def test_weights_that_adapters_share_are_refused():
     net = adapters(base())
     net.base_model.model.lm_head.requires_grad_(True)
@@ -121,7 +149,9 @@ def test_weights_that_adapters_share_are_refused():
 def test_adapters_with_factored_weights_are_refused():
     net = ps.bayesianize(adapters(base()), prior=0.3, layers={"*lora_A.default": ps.nn.RankOne()})
     guide = ps.MeanFieldGuide(ps.TokenClassifier(net, shift=True))
-    with pytest.raises(ValueError, match=r"peft's own layers, but '.*lora_A.input_scale' is"):
+    with pytest.raises(
+        ValueError, match=r"peft's own layers, but '.*lora_A.default.input_scale' is"
+    ):
         hf.draws_as_adapters(guide)
 
 
