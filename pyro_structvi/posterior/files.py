@@ -57,7 +57,8 @@ def save(
 
     Raises:
         TypeError: If an option of the guide is a function, or an entry of a state dict is not a tensor.
-        ValueError: If the guide has no site yet, or the path is a folder's.
+        ValueError: If the guide has no site yet, a tensor is on the meta device, or the path is a
+            folder's.
         OSError: If the file cannot be written.
 
     Example:
@@ -120,13 +121,13 @@ def load(
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it was not written by :func:`save`, has another format or an unknown family, or
-            belongs to another model or guide.
+            belongs to another model or guide; if the model is on the meta device.
         RuntimeError: If ``guide`` has families of other classes or options.
 
     Example:
         See :func:`save`.
     """
-    devices = (own.device for own in _state_of("model", model).values() if not own.is_meta)
+    devices = (own.device for own in _state_of("model", model).values())
     header, tensors = _read(Path(path), next(devices, torch.device("cpu")))
     if guide is None:
         guide = _read_guide(header, model, tensors)
@@ -175,6 +176,11 @@ def _state_of(name: str, part: Any) -> dict[str, Tensor]:
             raise TypeError(
                 f"`{name}` must have a state of tensors, but `{name}.state_dict()['{key}']` is "
                 f"{brief(value)}. Keep it out of the state dict, or save the state by `torch.save`."
+            )
+        if value.is_meta:
+            raise ValueError(
+                f"`{name}` must have a state with values, but `{name}.state_dict()['{key}']` is on the "
+                "meta device. Make model and guide on a device with memory, such as a CPU."
             )
     return {f"{name}.{key}": value.detach() for key, value in state.items()}
 
@@ -352,7 +358,7 @@ def _read_guide(
     def decode(value: dict[str, Any]) -> Any:
         match value:
             case {"tensor": str(key)}:
-                return tensors[key]
+                return tensors[key].clone()  # which else would stay in the mapped file
             case {"guide": str(name), "options": dict(options)}:
                 return _make_guide(name, model, options)
             case {"family": str(name), "options": dict(options)}:

@@ -285,4 +285,4 @@ def _add_model_sum(guide: Any, state: dict[str, Any], prefix: str, metadata: Any
 
 def _take_model_sum(guide: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     saved, own = state.pop(f"{prefix}{MODEL_SUM}", None), _model_sum(guide)
-    guide._model_sums = None if saved is None or own is None else (saved, own)
+    guide._model_sums = None if saved is None or own is None else (saved.clone(), own)

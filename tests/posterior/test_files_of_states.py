@@ -1,0 +1,42 @@
+"""Files of posteriors: states that no file holds or gives, and files that change later."""
+
+import pytest
+import torch
+
+import pyro_structvi as ps
+from tests.posterior.test_files import make_model
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "posterior.safetensors"
+
+
+def test_a_loaded_posterior_does_not_depend_on_its_file(path):
+    """Tensors of safetensors are a map of the file, whose bytes are overwritten here."""
+    model, x, mask = make_model(), torch.randn(8, 3), torch.arange(15).reshape(5, 3) % 2 == 0
+    guide = ps.SubnetworkGuide(model, {"net.0.weight": mask})
+    ps.save(path, model, guide)
+    other = make_model()
+    loaded = ps.load(path, other)
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        file.seek(8 + size)
+        file.write(bytes(path.stat().st_size - size - 8))
+    assert torch.equal(loaded["net.0.weight"].family.chosen["net.0.weight"], mask)
+    ps.predict(other, loaded, x, num_samples=2)  # without a warning of another model
+
+
+def test_parts_on_the_meta_device_are_refused(path):
+    model = make_model()
+    guide = ps.KTiedGuide(model)
+    ps.save(path, model, guide)
+    before = path.read_bytes()
+    empty = make_model().to("meta")
+    message = r"`model.state_dict\(\)\['noise_scale_prior_scale'\]` is on the meta device. Make"
+    for call in (lambda: ps.load(path, empty), lambda: ps.save(path, empty, guide)):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(ValueError, match=r"`guide` must have a state with values, but .*loc'\]"):
+        ps.load(path, model, ps.KTiedGuide(model).to("meta"))
+    assert path.read_bytes() == before
