@@ -9,6 +9,7 @@ from importlib.metadata import version
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import pyro.poutine as poutine
@@ -416,13 +417,21 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def write_atomically(name: str, path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a temporary file, flush it to the disk, and rename it to a path; ``name`` is for errors."""
+    """Write a temporary file, flush it to the disk, and rename it to a path; ``name`` is for errors.
+
+    A link stays, and so does the mode of a file; a new file has the usual mode.
+    """
+    path = Path(os.path.realpath(path))
     # One name, so that a killed write leaves one file.
     partial = path.with_name(f"{path.name}.partial")
     try:
+        partial.unlink(missing_ok=True)
+        partial.touch()
+        mode = (path if path.exists() else partial).stat().st_mode
         write(partial)
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
+        partial.chmod(S_IMODE(mode))  # safetensors makes private files
         os.replace(partial, path)
     except Exception as error:
         partial.unlink(missing_ok=True)

@@ -1,5 +1,8 @@
 """Files of posteriors: states that no file holds or gives, and files that change later."""
 
+import os
+from stat import S_IMODE
+
 import pytest
 import torch
 
@@ -40,3 +43,33 @@ def test_parts_on_the_meta_device_are_refused(path):
     with pytest.raises(ValueError, match=r"`guide` must have a state with values, but .*loc'\]"):
         ps.load(path, model, ps.KTiedGuide(model).to("meta"))
     assert path.read_bytes() == before
+
+
+def save_posterior(path, _):
+    model = make_model()
+    ps.save(path, model, ps.KTiedGuide(model))
+
+
+def save_checkpoint(path, num_steps):
+    model, data = make_model(), (torch.randn(8, 3), torch.randn(8, 2))
+    run = {"checkpoint": ps.Checkpoint(path, resume=True), "num_steps": num_steps}
+    ps.fit(model, ps.KTiedGuide(model), data, progress=False, **run)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes and links of POSIX")
+@pytest.mark.parametrize("write", [save_posterior, save_checkpoint])
+def test_files_keep_their_modes_and_links(write, path):
+    before = os.umask(0o026)
+    try:
+        write(path, 1)
+    finally:
+        os.umask(before)
+    assert S_IMODE(path.stat().st_mode) == 0o640
+    path.chmod(0o604)
+    first, link = path.stat().st_ino, path.with_name("link")
+    link.symlink_to(path.name)
+    write(link, 2)
+    assert link.is_symlink()
+    assert path.stat().st_ino != first
+    assert S_IMODE(path.stat().st_mode) == 0o604
+    assert {*path.parent.iterdir()} == {path, link}
