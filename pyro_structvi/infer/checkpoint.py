@@ -239,7 +239,8 @@ class CheckpointFile:
                 "`Checkpoint(path, resume=True)` to go on from it, or give another path."
             )
         try:
-            state = torch.load(self._path, map_location="cpu", weights_only=True)
+            with self._path.open("rb") as file:  # torch reads some names in other ways
+                state = torch.load(file, map_location="cpu", weights_only=True)
             if not isinstance(state, dict) or state["format"] != FORMAT:
                 raise KeyError("format")
         except Exception as error:  # torch has many for what is no file of its own

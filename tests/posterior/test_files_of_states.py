@@ -12,7 +12,7 @@ from tests.posterior.test_files import make_model
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "posterior.safetensors"
+    return tmp_path / "posterior.safetensors"  # the ending by which `torch.load` reads safetensors
 
 
 def test_a_loaded_posterior_does_not_depend_on_its_file(path):
