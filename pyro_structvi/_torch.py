@@ -145,6 +145,14 @@ def count_of_writes(tensor: Tensor) -> float:
     return math.nan if tensor.is_inference() else tensor._version
 
 
+def has_overlap(tensor: Tensor) -> bool:
+    """Whether several elements are in one place, as in an expanded tensor; torch writes into none."""
+    if tensor.layout != torch.strided:
+        return False
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
+
+
 def without_storage(cls: type[T], shape: torch.Size, like: Tensor) -> T:
     """Return a tensor of a subclass with a shape, dtype and device, and no memory of that size."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)

@@ -22,7 +22,7 @@ from pyro_structvi._checks import Program, brief, checked, shape_text
 from pyro_structvi._pyro import declared_samples, plain_class
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior
-from pyro_structvi.nn.random_module import frozen_keys
+from pyro_structvi.nn.random_module import frozen_keys, separate_elements
 from pyro_structvi.posterior.pruning import prune_inducing_factors
 from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
@@ -161,7 +161,9 @@ def load(
     for name, own in states.items():
         if own:
             loaded = {key.removeprefix(f"{name}."): tensors[key] for key in own}
-            poutine.unwrap(parts[name]).load_state_dict(loaded)
+            module = poutine.unwrap(parts[name])
+            separate_elements(module)
+            module.load_state_dict(loaded)
     return guide
 
 

@@ -5,9 +5,10 @@ from stat import S_IMODE
 
 import pytest
 import torch
+from torch import nn
 
 import pyro_structvi as ps
-from tests.posterior.test_files import make_model
+from tests.posterior.test_files import assert_equal_states, make_model
 
 
 @pytest.fixture
@@ -73,3 +74,29 @@ def test_files_keep_their_modes_and_links(write, path):
     assert path.stat().st_ino != first
     assert S_IMODE(path.stat().st_mode) == 0o604
     assert {*path.parent.iterdir()} == {path, link}
+
+
+class Expanded(nn.Linear):
+    def __init__(self, factor):
+        super().__init__(3, 2)
+        self.register_buffer("factor", torch.full((1,), factor).expand(3))
+        self.register_buffer("shift", torch.zeros(1).expand(2), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x * self.factor) + self.shift
+
+
+def test_states_with_expanded_buffers_are_loaded(path):
+    def make(factor):
+        model = ps.Regressor(ps.bayesianize(Expanded(factor)), 8, noise=0.1)
+        return model, ps.MeanFieldGuide(model)
+
+    data, parts, others = (torch.randn(8, 3), torch.randn(8, 2)), make(2.0), [make(1.0), make(1.0)]
+    run = {"num_steps": 1, "progress": False, "checkpoint": ps.Checkpoint(path, resume=True)}
+    for each in (parts, others[0]):
+        ps.fit(*each, data, validation=ps.Validation(data, patience=1), **run)
+    ps.save(path, *parts)
+    ps.load(path, *others[1])
+    for model, guide in others:
+        assert_equal_states(model, parts[0])
+        assert_equal_states(guide, parts[1])

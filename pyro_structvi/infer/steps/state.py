@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pyro_structvi._torch import (
     all_modules,
     forward_hooks,
+    has_overlap,
     hook_numbers,
     made_by_hooks,
     own_tensors,
@@ -76,10 +77,7 @@ def saved(
 
 def _can_be_written(tensor: Tensor) -> bool:
     """Whether operations may write: not into inference tensors or several elements in one place."""
-    if tensor.is_inference() or tensor.layout != torch.strided:
-        return not tensor.is_inference()
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return not any(size > 1 and stride == 0 for size, stride in pairs)
+    return not (tensor.is_inference() or has_overlap(tensor))
 
 
 class Modules:
