@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import version
 from numbers import Integral, Real
 from os import PathLike
@@ -15,6 +16,7 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -57,7 +59,8 @@ def save(
             only digests of its bytes; :func:`load` refuses another base.
 
     Raises:
-        TypeError: If an option of the guide is a function, or an entry of a state dict is not a tensor.
+        TypeError: If an option of the guide is a function, an entry of a state dict is not a tensor, or
+            safetensors lacks its dtype, such as ``torch.complex128``.
         ValueError: If the guide has no site yet, a tensor is on the meta device, or the path is a
             folder's.
         OSError: If the file cannot be written.
@@ -180,12 +183,28 @@ def _state_of(name: str, part: Any) -> dict[str, Tensor]:
                 f"`{name}` must have a state of tensors, but `{name}.state_dict()['{key}']` is "
                 f"{brief(value)}. Keep it out of the state dict, or save the state by `torch.save`."
             )
+        if not _can_hold(value.dtype):
+            raise TypeError(
+                f"`{name}` must have a state of dtypes that safetensors holds, but `{name}.state_dict()"
+                f"['{key}']` is {value.dtype}. For a complex number keep `torch.view_as_real(...)`, or "
+                "save the state by `torch.save`."
+            )
         if value.is_meta:
             raise ValueError(
                 f"`{name}` must have a state with values, but `{name}.state_dict()['{key}']` is on the "
                 "meta device. Make model and guide on a device with memory, such as a CPU."
             )
     return {f"{name}.{key}": value.detach() for key, value in state.items()}
+
+
+@cache
+def _can_hold(dtype: torch.dtype) -> bool:
+    """Whether a file can hold tensors of a dtype; safetensors has a private table."""
+    try:
+        to_bytes({"empty": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return False
+    return True
 
 
 def _frozen_in(model: Any) -> dict[str, Tensor]:

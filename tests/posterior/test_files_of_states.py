@@ -100,3 +100,18 @@ def test_states_with_expanded_buffers_are_loaded(path):
     for model, guide in others:
         assert_equal_states(model, parts[0])
         assert_equal_states(guide, parts[1])
+
+
+def test_dtypes_that_no_file_holds_are_refused(path):
+    net = nn.Linear(3, 2)
+    net.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    net = ps.bayesianize(net)
+    model = ps.Regressor(net, 8, noise=0.1)
+    with pytest.raises(TypeError, match=r"'net.phases'\]` is torch.complex128. For a complex"):
+        ps.save(path, model, ps.MeanFieldGuide(model))
+    expected = net.phases = torch.randn(3, dtype=torch.complex64)
+    ps.save(path, model, ps.MeanFieldGuide(model))
+    net.phases = torch.zeros_like(expected)
+    ps.load(path, model)
+    assert torch.equal(net.phases, expected)
+    assert [*path.parent.iterdir()] == [path]
