@@ -8,15 +8,15 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pyro_structvi._checks import brief, warn_user
+from pyro_structvi._checks import warn_user
 from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.infer.history import History
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.sites.autoguide import give_model
+from pyro_structvi.sites.autoguide import check_made_of, give_model
 from pyro_structvi.sites.finding import separate_randomness, trial_run
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_role import SiteRole
@@ -52,14 +52,8 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
     """
     if isinstance(guide, StructuredGuide):
         give_model(guide, model)
+        check_made_of(guide, model, "fit(guide.model, guide, data)")
     model = poutine.unwrap(model)
-    own = poutine.unwrap(guide.model) if isinstance(guide, StructuredGuide) else None
-    are_modules = isinstance(own, nn.Module) and isinstance(model, nn.Module)
-    if are_modules and not any(part is own for part in model.modules()):
-        raise ValueError(
-            f"`guide` must be made of `model`, {brief(model)}, but was made of another module, "
-            f"{brief(own)}. Write `fit(guide.model, guide, data)`, or `{type(guide).__name__}(model)`."
-        )
     if not isinstance(model, Likelihood):
         return
     if not model.is_num_data_given:

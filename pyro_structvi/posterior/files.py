@@ -26,6 +26,7 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior
 from pyro_structvi.nn.random_module import frozen_keys, separate_elements
 from pyro_structvi.posterior.pruning import prune_inducing_factors
+from pyro_structvi.sites.autoguide import check_made_of
 from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.torch_distributions import base_of, tensors_of
@@ -61,8 +62,8 @@ def save(
     Raises:
         TypeError: If an option of the guide is a function, an entry of a state dict is not a tensor, or
             safetensors lacks its dtype, such as ``torch.complex128``.
-        ValueError: If the guide has no site yet, a tensor is on the meta device, or the path is a
-            folder's.
+        ValueError: If the guide is of another model or has no site yet, a tensor is on the meta device,
+            or the path is a folder's.
         OSError: If the file cannot be written.
 
     Example:
@@ -80,6 +81,7 @@ def save(
             "`guide` must know its sites, but its model declares none before it runs. Fit the guide, or "
             "call `guide.initialize(...)` with the model's arguments, first."
         )
+    check_made_of(guide, model, "save(path, guide.model, guide)")
     left_out = {} if frozen else _frozen_in(model)
     tensors = {
         key: value.clone(memory_format=torch.contiguous_format)  # tied ones are separate in a file
@@ -140,6 +142,7 @@ def load(
         for prefix, own in (each or {"guide.": guide}).items():
             if any(key.startswith(prefix) and key.endswith(MASK) for key in tensors):
                 prune_inducing_factors(own, 0)  # makes the masks
+    check_made_of(guide, model, "load(path, guide.model, guide)")
     check_options(guide, tensors, "guide.")
     parts: dict[str, Any] = {"model": model, "guide": guide}
     states = {name: _state_of(name, part) for name, part in parts.items()}

@@ -10,12 +10,13 @@ from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import pyro
+import pyro.poutine as poutine
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, nn
 
-from pyro_structvi._checks import checked, naming, warn_user
+from pyro_structvi._checks import brief, checked, naming, warn_user
 from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
@@ -260,6 +261,17 @@ def give_model(guide: OwningAutoGuide, model: Callable[..., Any]) -> None:
     for part in guide.modules():
         if isinstance(part, OwningAutoGuide) and part.model is None:
             part._model = (model,)
+
+
+def check_made_of(guide: OwningAutoGuide, model: Any, call: str) -> None:
+    """Raise a ``ValueError`` if a guide was made of a module that is not a model or a part of it."""
+    own, model = poutine.unwrap(guide.model), poutine.unwrap(model)
+    are_modules = isinstance(own, nn.Module) and isinstance(model, nn.Module)
+    if are_modules and not any(part is own for part in model.modules()):
+        raise ValueError(
+            f"`guide` must be made of `model`, {brief(model)}, but was made of another module, "
+            f"{brief(own)}. Write `{call}`, or `{type(guide).__name__}(model)`."
+        )
 
 
 def _model_sum(guide: Any) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Files of posteriors: states that no file holds or gives, and files that change later."""
 
 import os
+import pickle
 from stat import S_IMODE
 
 import pytest
@@ -33,16 +34,18 @@ def test_a_loaded_posterior_does_not_depend_on_its_file(path):
 
 def test_parts_on_the_meta_device_are_refused(path):
     model = make_model()
-    guide = ps.KTiedGuide(model)
-    ps.save(path, model, guide)
+    ps.save(path, model, ps.KTiedGuide(model))
     before = path.read_bytes()
     empty = make_model().to("meta")
-    message = r"`model.state_dict\(\)\['noise_scale_prior_scale'\]` is on the meta device. Make"
-    for call in (lambda: ps.load(path, empty), lambda: ps.save(path, empty, guide)):
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(ValueError, match=r"`guide` must have a state with values, but .*loc'\]"):
-        ps.load(path, model, ps.KTiedGuide(model).to("meta"))
+    with pytest.raises(
+        ValueError, match=r"`model.state_dict\(\)\['noise_.*\]` is on the meta device"
+    ):
+        ps.load(path, empty)
+    for call in (ps.save, ps.load):
+        with pytest.raises(
+            ValueError, match=r"`guide.state_dict\(\)\['.*\]` is on the meta device"
+        ):
+            call(path, model, ps.KTiedGuide(model).to("meta"))
     assert path.read_bytes() == before
 
 
@@ -115,3 +118,15 @@ def test_dtypes_that_no_file_holds_are_refused(path):
     ps.load(path, model)
     assert torch.equal(net.phases, expected)
     assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_guide_of_another_model_is_refused(path):
+    models = [make_model() for _ in range(2)]
+    guides = [ps.KTiedGuide(model) for model in models]
+    message = r"must be made of `model`, a Regressor.* Write `{}\(path, guide.model, guide\)`"
+    with pytest.raises(ValueError, match=message.format("save")):
+        ps.save(path, models[0], guides[1])
+    assert not path.exists()
+    ps.save(path, models[0], pickle.loads(pickle.dumps(guides[0])))  # which has no model
+    with pytest.raises(ValueError, match=message.format("load")):
+        ps.load(path, models[0], guides[1])
