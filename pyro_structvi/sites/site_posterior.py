@@ -131,9 +131,12 @@ class SitePosterior(nn.Module):
 
 
 def module_key(name: str) -> str:
-    """Return the name of a site as a key of ``nn.ModuleDict``, without dots or names of attributes."""
-    key = name.replace("/", "//").replace(".", "/")
-    return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key
+    """Return the name of a site as a key of ``nn.ModuleDict``, without dots or names of attributes.
+
+    Slashes stand for dots, and a tilde begins what is a slash or a tilde, or ends a name.
+    """
+    key = name.replace("~", "~0").replace("/", "~1").replace(".", "/")
+    return f"{key}~" if hasattr(nn.ModuleDict, key) or key == "training" else key
 
 
 How = Literal["sample", "draw", "mean", "marginals"]

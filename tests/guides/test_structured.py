@@ -148,7 +148,8 @@ def test_an_unpickled_mixture_is_trained():
 
 
 def test_sites_of_functions_come_in_the_order_of_execution_whatever_their_names():
-    names = ["last", "first", "a.b", "a/b", "values", "training"]
+    names = ["last", "first", "a.b", "a/b", "a/.b", "a./b", "a..b", "a~1b", "values", "values~"]
+    names += ["training"]
 
     def model():
         for name in names:
