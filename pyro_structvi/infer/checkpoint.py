@@ -39,8 +39,8 @@ class Checkpoint(CheckedFields):
     """A file that resumes a :func:`~pyro_structvi.fit` after an interruption, bit for bit.
 
     The file is written before the first step, every so many steps, at the end, and at an interrupt from
-    the keyboard, which then waits for the end of a step. Each write goes to a temporary file, which then
-    replaces it. See "Resume and stop training" in the documentation.
+    the keyboard. Each write goes to a temporary file, which then replaces it. See "Resume and stop
+    training" in the documentation.
 
     Args:
         path: The path of the file, in a folder that exists.
@@ -202,7 +202,7 @@ class CheckpointFile:
 
     @contextmanager
     def interrupts_between_steps(self) -> Iterator[Callable[[], bool]]:
-        """Let an interrupt wait for the end of a step, where there is a file; a second one does not.
+        """Let an interrupt wait for the end of a step; a second one does not.
 
         Yields a function that returns whether there was an interrupt. Handlers of others are left in
         place, and threads, which Python does not interrupt, as they are.
@@ -210,7 +210,7 @@ class CheckpointFile:
         asked: list[int] = []
         usual = signal.default_int_handler
         is_main = threading.current_thread() is threading.main_thread()
-        if self._options is None or not is_main or signal.getsignal(signal.SIGINT) is not usual:
+        if not is_main or signal.getsignal(signal.SIGINT) is not usual:
             yield lambda: False
             return
 

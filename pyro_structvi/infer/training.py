@@ -76,8 +76,8 @@ def fit(
 
     Model and guide are in training mode meanwhile, except parts that are frozen and in evaluation mode.
     A loss or a gradient that is not finite stops the fit *before* the parameters change. An interrupt
-    from the keyboard ends the fit and returns the history so far. :mod:`pyro_structvi.lightning` trains
-    on several devices.
+    from the keyboard ends the fit after the present step, a second one at once, and the history so far
+    is returned. :mod:`pyro_structvi.lightning` trains on several devices.
 
     Args:
         model: The model; its point-estimated parameters and its ``pyro.param`` are trained along.

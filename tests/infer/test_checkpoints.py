@@ -155,6 +155,19 @@ def test_an_interrupt_waits_for_the_step_and_keeps_it(path, monkeypatch, usual_i
     assert_same(train(seed=1, checkpoint=ps.Checkpoint(path, resume=True)), expected)
 
 
+def test_an_interrupt_does_not_divide_an_update(monkeypatch, usual_interrupts):
+    """StructuredAdam moves the groups of parameters one after the other."""
+    expected, original = train(1), ps.StructuredAdam._adam
+
+    def interrupted(self, *args):
+        original(self, *args)
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(ps.StructuredAdam, "_adam", original)
+
+    monkeypatch.setattr(ps.StructuredAdam, "_adam", interrupted)
+    assert_same(train(), expected)
+
+
 def test_a_second_interrupt_does_not_wait(path, monkeypatch, usual_interrupts):
     def interrupted(self, *batch):
         os.kill(os.getpid(), signal.SIGINT)
@@ -162,7 +175,8 @@ def test_a_second_interrupt_does_not_wait(path, monkeypatch, usual_interrupts):
         time.sleep(5)
 
     monkeypatch.setattr(EagerStep, "take", interrupted)
-    assert train(checkpoint=ps.Checkpoint(path))["elbo"] == []
+    for run in (ps.Checkpoint(path), None):
+        assert train(checkpoint=run)["elbo"] == []
 
 
 # ---- killed --------------------------------------------------------------------------------------
