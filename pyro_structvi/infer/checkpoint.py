@@ -24,7 +24,7 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import prior_buffers
 from pyro_structvi.posterior.files import write_atomically
 
-FORMAT = 4
+FORMAT = 5
 
 # Options of an optimizer that say how it computes, depend on the number of steps, or are compared
 # otherwise.
@@ -89,6 +89,7 @@ class Run:
     ) -> None:
         self.loss, self.optimizer, self.feed, self.measured = loss, optimizer, feed, measured
         self.total, self.rate, self.history = total, rate, History()
+        names = {value: name for name, value in loss.trained.items()}
         self.settings: dict[str, Any] = {
             "the kind of `data`": type(feed.loader).__name__,
             "the number of examples in `data`": num_examples(feed.loader),
@@ -100,7 +101,11 @@ class Run:
             "the parameters that are trained": [*loss.trained],
             "their dtypes": sorted({str(value.dtype) for value in loss.trained.values()}),
             "`optimizer`": type(optimizer.torch).__name__,
-            "the number of groups of `optimizer`": len(optimizer.options),
+            # Its state has parameters by their places.
+            "the parameters of groups of `optimizer`": [
+                [names.get(value, "another") for value in group["params"]]
+                for group in optimizer.groups
+            ],
         }
         for number, group in enumerate(optimizer.options):
             # The size of a start is its unit, and both are restored from the file.
@@ -163,9 +168,9 @@ class CheckpointFile:
             return
         with naming("checkpoint", str(self._path)):
             self._check(run, saved)
+            assert run.optimizer.torch is not None
+            run.optimizer.torch.load_state_dict(saved["optimizer"])  # at first: it may raise
             load_parts(run.loss, saved)
-        assert run.optimizer.torch is not None
-        run.optimizer.torch.load_state_dict(saved["optimizer"])
         for name, values in saved["history"].items():
             setattr(run.history, name, [*values] if isinstance(values, list) else values.tolist())
         if run.measured is not None and saved["validation"] is not None:

@@ -66,6 +66,10 @@ def one_scale_for_each_target():
             {"optimizer": partial(torch.optim.Adam, weight_decay=0.1)},
             "option `weight_decay` of `optimizer` in group 0 is 0.1 here, and 0 in",
         ),
+        (
+            {"optimizer": lambda parameters, lr: torch.optim.Adam(parameters[::-1], lr=lr)},
+            r"the parameters of groups of `optimizer` is \[\['guide.posteriors.net/2/.*\]\] here, and",
+        ),
         ({"guide": partial(ps.KTiedGuide, rank=3)}, "rank = 2 instead of 3 at the site 'net.0"),
         (
             {"guide": Frozen},
