@@ -23,7 +23,7 @@ from torch.distributions.utils import lazy_property
 
 from pyro_structvi.linalg.matrices import at_least_single, is_half
 
-DRAWS = 99
+DRAWS, SEED = 99, 0  # of medians
 FAR = 1000  # roundings, below which the probability of a tail needs double precision
 Inverse = type(ExpTransform().inv)
 
@@ -183,13 +183,20 @@ def is_positive(distribution: Any) -> bool:
 
 
 def median(prior: Distribution) -> Tensor:
-    """Return the median of each element; of 99 samples if there is no closed form."""
-    base = base_of(prior)
+    """Return the median of each element; of 99 samples, always the same, without a closed form."""
+    base, like = base_of(prior), example_of(prior)
     shape = base.batch_shape + base.event_shape
     try:
-        value: Tensor = base.icdf(example_of(prior).new_full((), 0.5))
+        value: Tensor = base.icdf(like.new_full((), 0.5))
     except NotImplementedError:
-        value = _draw(base, DRAWS).median(0).values
+        devices = [like.device] if like.is_cuda else []
+        with torch.random.fork_rng(devices):
+            for generator in (
+                torch.default_generator,
+                *(torch.cuda.default_generators[device.index] for device in devices),
+            ):
+                generator.manual_seed(SEED)
+            value = _draw(base, DRAWS).median(0).values
     return value.expand(shape)
 
 
