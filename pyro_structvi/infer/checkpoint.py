@@ -22,7 +22,7 @@ from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.validation import Measurements, load_parts, parts_state, plain
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import prior_buffers
-from pyro_structvi.posterior.files import write_atomically
+from pyro_structvi.posterior.files import check_parts, parts_of, write_atomically
 
 FORMAT = 5
 
@@ -192,6 +192,7 @@ class CheckpointFile:
             "format": FORMAT,
             "steps": run.done,
             "settings": plain("optimizer", run.settings),
+            "parts": parts_of(run.loss.parts[0]),
             **{name: plain(name, state) for name, state in parts_state(run.loss).items()},
             "optimizer": plain("optimizer", run.optimizer.torch.state_dict()),
             "history": {
@@ -257,6 +258,7 @@ class CheckpointFile:
 
     def _check(self, run: Run, saved: Mapping[str, Any]) -> None:
         """Raise unless settings, parameters and the schedules of the steps taken are as they were."""
+        check_parts(saved["parts"], run.loss.parts[0])
         model = saved["model"] or {}
         for name, own in _constants(run.loss):
             given = model.get(name, own)

@@ -93,7 +93,7 @@ def save(
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
         "guide": _write_guide(guide, tensors),
-        "model": _parts_of(model),
+        "model": parts_of(model),
         "left_out": {key: _digest(value) for key, value in left_out.items()},
     }
     path = Path(path)
@@ -159,11 +159,7 @@ def load(
     for name, own in states.items():
         found = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
         _compare(name, "shape", _shapes_of(found), _shapes_of(own))
-    saved, own = (
-        {f"model.{path}".removesuffix("."): part for path, part in each.items()}
-        for each in (header["model"], _parts_of(model))
-    )
-    _compare("model", "class", saved, own)
+    check_parts(header["model"], model)
     for name, own in states.items():
         if own:
             loaded = {key.removeprefix(f"{name}."): tensors[key] for key in own}
@@ -297,7 +293,7 @@ SETTING = (int, float, str, tuple)
 EMPTY = ("Identity", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "Sequential")
 
 
-def _parts_of(model: Any) -> Parts:
+def parts_of(model: Any) -> Parts:
     """Return the parts that a model's functions depend on besides its state, by paths of modules.
 
     Each module has its constants, as torch declares them for TorchScript, and the kinds of its priors. A
@@ -326,6 +322,15 @@ def _parts_of(model: Any) -> Parts:
             parts[path] = own
     found: Parts = json.loads(json.dumps(parts, default=brief))  # lists in place of tuples
     return found
+
+
+def check_parts(saved: Parts, model: Any) -> None:
+    """Raise a ``ValueError`` unless a model has the parts that :func:`parts_of` has returned."""
+    named = (
+        {f"model.{path}".removesuffix("."): part for path, part in each.items()}
+        for each in (saved, parts_of(model))
+    )
+    _compare("model", "class", *named)
 
 
 def _kind_of_prior(prior: Any) -> str:

@@ -3,6 +3,7 @@
 from functools import partial
 
 import numpy as np
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -31,6 +32,19 @@ class Frozen(ps.KTiedGuide):
 def wide():
     net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
     return ps.Regressor(ps.bayesianize(net, prior=1.0), 25, 0.3)
+
+
+def with_relu():
+    net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
+    return ps.Regressor(ps.bayesianize(net, prior=1.0), 25, 0.3)
+
+
+def with_laplace():
+    return make_regressor(25, prior=dist.Laplace(0.0, 1.0))
+
+
+def with_outliers():
+    return ps.Regressor(make_regressor().net, 25, 0.3, df=4.0)
 
 
 def one_scale_for_each_target():
@@ -83,7 +97,13 @@ def one_scale_for_each_target():
             {"model": lambda: make_regressor(25, noise_scale=0.2)},
             "`noise_scale` of the model has other values here than in",
         ),
-        ({"model": wide}, r"size mismatch for posteriors.net"),
+        ({"model": wide}, r"'model.net.0' has out_features 5 in the file and 6 here"),
+        ({"model": with_relu}, r"'model.net.1' has class Tanh in the file and ReLU here"),
+        (
+            {"model": with_laplace},
+            r"'model.net.0' has prior of weight Normal in the file and Laplace",
+        ),
+        ({"model": with_outliers}, r"'model' has df None in the file and 4.0 here"),
         ({"model": one_scale_for_each_target}, r"size mismatch for noise_scale"),
         (
             {
