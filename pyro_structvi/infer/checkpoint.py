@@ -47,8 +47,9 @@ class Checkpoint(CheckedFields):
         every: How many steps two writes are apart.
         resume: Whether to go on from the file where there is one; otherwise it must be new. Data, batch
             size, parameters, optimizer and schedules must be the same as at first; ``num_steps`` or
-            ``num_epochs`` count from the first step, and may be larger. Parameters are the same to the
-            last bit for tensors and a ``Dataset``; any other loader begins its epoch again.
+            ``num_epochs`` count from the first step, and may be larger. For as many steps as at first,
+            with tensors and a ``Dataset``, parameters are the same to the last bit; any other loader
+            begins its epoch again.
 
     Example:
         >>> import tempfile

@@ -25,7 +25,7 @@ from tests.infer.checkpointed_runs import (
     until,
 )
 from tests.infer.two_ranks import PRELOADED
-from tests.models import linear_function
+from tests.models import linear_function, make_linear_regressor, regression_data
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(PRELOADED)
@@ -114,6 +114,21 @@ def test_guides_of_functions_and_of_pyro_go_on(guide, path):
     fit(4, checkpoint=ps.Checkpoint(path))
     found = fit(6, seed=1, checkpoint=ps.Checkpoint(path, resume=True))
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("guide", [ps.RowwiseGuide, ps.FullCovarianceGuide, ps.EigenbasisGuide])
+def test_longer_runs_are_one_run_if_no_schedule_depends_on_the_number_of_steps(guide, path):
+    def fit(steps, **options):
+        pyro.set_rng_seed(0)
+        model = make_linear_regressor()
+        own = guide(model)
+        make = partial(ps.StructuredAdam, guide=own, warm_up=4)
+        options |= {"num_steps": steps, "optimizer": make, "lr": lambda step: 0.1}
+        ps.fit(model, own, regression_data(), kl_weight=1.0, progress=False, **options)
+        return own.state_dict()
+
+    fit(3, checkpoint=ps.Checkpoint(path))
+    assert_same(fit(6, checkpoint=ps.Checkpoint(path, resume=True)), fit(6))
 
 
 @pytest.mark.parametrize(
