@@ -161,7 +161,8 @@ def find_sites_by_running(
 ) -> dict[str, FoundSite]:
     """Run the model once on samples of its prior, and record its latent sites and their uses.
 
-    Buffers of the model, such as running statistics, are restored.
+    Positive sites, such as scales, are at their median. Buffers of the model, such as running
+    statistics, are restored.
     """
     check_call(model, args, kwargs)
     recorder = _SiteRecorder()
