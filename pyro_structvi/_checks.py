@@ -137,6 +137,9 @@ def check(name: str, value: Any, hint: Any) -> None:
     if _accepts(value, hint):
         return
     members = [each for each in _members(hint) if each is not NoneType]
+    if isinstance(value, (list, tuple)) and [*map(get_origin, members)] == [Sequence]:
+        for number, entry in enumerate(value):
+            check(f"{name}[{number}]", entry, get_args(members[0])[0])
     wrong_values = [_kind_of_values(each) for each in members]
     is_value = None not in wrong_values or any(
         isinstance(value, kind) and value is not True for kind in wrong_values if kind

@@ -207,6 +207,8 @@ def test_other_observations_and_levels_are_refused():
         expected_coverage(prediction, y + torch.nan)
     with pytest.raises(ValueError, match="`levels` must hold at least one level"):
         expected_coverage(prediction, y, [])
+    with pytest.raises(ValueError, match=r"`levels\[1\]` must be .*, but got 1\.0"):
+        expected_coverage(prediction, y, [0.5, 1.0])
 
 
 def test_compressed_scales_have_the_rank_and_are_near_the_best():
