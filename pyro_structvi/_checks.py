@@ -291,8 +291,9 @@ def check_mask(name: str, tensor: Tensor) -> None:
 
 def check_classes(name: str, tensor: Tensor, size: int) -> None:
     """Raise unless a tensor holds whole numbers from 0 to ``size - 1``."""
-    is_whole = tensor.dtype in (torch.int64, torch.int32) and not tensor.is_meta
-    if not is_whole or not bool(((tensor >= 0) & (tensor < size)).all()):
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    classes = tensor.long()  # torch does not compare some unsigned integers
+    if not is_whole or tensor.is_meta or not bool(((classes >= 0) & (classes < size)).all()):
         raise ValueError(
             f"`{name}` must hold whole numbers of at least 0 and below {size}, but got {brief(tensor)} "
             "that does not."

@@ -41,6 +41,8 @@ def test_scores_are_those_of_scikit_learn():
     expected = brier_score_loss(y, probabilities.numpy(), scale_by_half=False, labels=range(4))
     assert scores.brier == pytest.approx(expected, abs=1e-12)
     assert classification_scores(probabilities.requires_grad_(), y.int()) == scores
+    for dtype in (torch.uint8, torch.int16, torch.uint16):
+        assert classification_scores(probabilities, y.to(dtype)) == scores
     y[y == 2] = 1
     scores = classification_scores(probabilities, y)
     expected = recall_score(y, guess, labels=range(4), average=None, zero_division=math.nan)
