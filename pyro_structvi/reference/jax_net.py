@@ -40,6 +40,12 @@ def _index(part: Any) -> Any:
     return jnp.asarray(part) if isinstance(part, list) else part
 
 
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda x, other, inplace=True: function(x, other)
+
+
+_AUGMENTED = ("add", "mul", "pow", "sub", "truediv")  # as in `h += 1`
+
 # Names and arguments as in torch; a name serves functions, methods and operators.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -73,7 +79,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "truediv": operator.truediv,
     "unsqueeze": jnp.expand_dims,
     "view": lambda x, *shape: x.reshape(*shape),
-}
+} | {f"i{name}": _in_place(getattr(operator, name)) for name in _AUGMENTED}
 _TENSOR_ATTRIBUTES = ("shape", "T", "mT")
 
 
@@ -113,6 +119,7 @@ class JaxNet:
         for node in [node for node in sites.users if not node.users]:
             graph.erase_node(node)
         self.sites = {node.args[1] for node in sites.users}
+        numbers = _numbers_of(graph)
         self._constants: dict[fx.Node, Any] = {}
         self._calls: list[tuple[fx.Node, Callable[..., Any], inspect.BoundArguments]] = []
         for node in graph.nodes:
@@ -121,7 +128,12 @@ class JaxNet:
             elif node.op == "output":
                 self._output = node.args[0]
             elif node.op != "placeholder":
-                self._calls.append((node, *_translated(node, root)))
+                function, call = _translated(node, root)
+                self._calls.append((node, function, call))
+                if node in numbers:
+                    call.arguments.pop("inplace", None)
+                elif call.arguments.get("inplace") or _name(node.target) == "dropout":
+                    node.replace_all_uses_with(node.args[0])  # the same tensor
         _check_memory(graph, {node: call for node, _, call in self._calls})
 
     def __call__(self, x: Any, sites: Mapping[str, Any]) -> Any:
@@ -160,8 +172,26 @@ class _NoSites(Messenger):
         raise _untranslatable(f"The net draws the site '{msg['name']}' inside a forward pass")
 
 
+class _Proxy(fx.Proxy):
+    """Records augmented assignments, which change the memory of a tensor.
+
+    Without them Python would take ``h += 1`` for ``h = h + 1``.
+    """
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda own, other: own.tracer.create_proxy("call_function", function, (own, other), {})
+
+
+for _own in _AUGMENTED:
+    setattr(_Proxy, f"__i{_own}__", _recorded(getattr(operator, f"i{_own}")))
+
+
 class _Tracer(fx.Tracer):
     """Traces into every module; errors name the module."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -205,6 +235,16 @@ def _translated(node: fx.Node, root: _Root) -> tuple[Callable[..., Any], inspect
             "`model.eval()` first, or leave dropout out."
         )
     return function, call
+
+
+def _numbers_of(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose values are shapes, or computed from shapes only."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_shape = _name(node.target) == "size" or node.args[1:] == ("shape",)
+        if is_shape or (node.all_input_nodes and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
 def _check_memory(graph: fx.Graph, calls: Mapping[fx.Node, inspect.BoundArguments]) -> None:

@@ -124,6 +124,22 @@ def relu_of_a_view(h):
     return F.elu(view, inplace=True).reshape(shape[0], -1)
 
 
+def augmented(h):
+    """``own`` and ``h`` are one tensor, and ``double`` is a number."""
+    h = h * 2
+    own, count = h, h.size(0)
+    double = count
+    double *= 2
+    own += 1
+    own *= h
+    own -= 0.5
+    own /= 3
+    own **= 2
+    same = F.dropout(own, training=False)
+    same += 1
+    return own + h * double / count
+
+
 @pytest.mark.parametrize(
     "prior",
     [
@@ -228,6 +244,7 @@ def test_activations_and_their_derivatives_are_torchs(activation):
         lambda h: F.dropout(h, 0.5, training=False),
         add_to_relu_in_place,
         relu_of_a_view,
+        augmented,
     ],
 )
 def test_functions_are_torchs(function):
@@ -333,6 +350,13 @@ def read_a_view_after_its_tensor_has_changed(h):
     return view.tanh()
 
 
+def read_after_a_view_has_grown(h):
+    h = h * 2
+    view = h[:1]
+    view += 1
+    return h.tanh()
+
+
 def sample_inside(h):
     return h + pyro.sample("z", dist.Normal(0.0, 1.0))
 
@@ -359,6 +383,7 @@ def sample_inside(h):
         (Calls(elsewhere), r"function `\S+\.elsewhere` in"),
         (Calls(read_after_its_view_has_changed), r"is read by `output` after a view of it, or"),
         (Calls(read_a_view_after_its_tensor_has_changed), r"is read by `tanh` after a view of it"),
+        (Calls(read_after_a_view_has_grown), r"is read by `tanh` after a view of it"),
         (Calls(sample_inside), r"draws the site 'z' inside a forward pass"),
         (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), r"'net\.1' \(Dropout\) is active.*eval"),
     ],
@@ -417,4 +442,5 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, missing):
 def test_what_is_translated_has_moments_too():
     """The two tables have nothing in common but names: a function is added to both."""
     inside_of_graphs = {"getattr", "size", "linear"}  # attributes, and what is read as a map
+    inside_of_graphs |= {f"i{name}" for name in jax_net._AUGMENTED}  # of values
     assert {*jax_net._FUNCTIONS} - {*RULES, *NONLINEARITIES} == inside_of_graphs
