@@ -113,8 +113,12 @@ class JaxNet:
                     "with `bayesianize`, or freeze it with `requires_grad_(False)`."
                 )
         root = _Root(net, site_names, output)
+        state = torch.get_rng_state()
         with _NoSites(), torch.no_grad():
             graph = _Tracer().trace(root)
+        if not torch.equal(state, torch.get_rng_state()):
+            torch.set_rng_state(state)
+            raise _untranslatable("The net draws random numbers inside a forward pass")
         self._inputs = _, sites = [*graph.find_nodes(op="placeholder")]
         for node in [node for node in sites.users if not node.users]:
             graph.erase_node(node)

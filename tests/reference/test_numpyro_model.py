@@ -384,6 +384,7 @@ def sample_inside(h):
         (Calls(read_after_its_view_has_changed), r"is read by `output` after a view of it, or"),
         (Calls(read_a_view_after_its_tensor_has_changed), r"is read by `tanh` after a view of it"),
         (Calls(read_after_a_view_has_grown), r"is read by `tanh` after a view of it"),
+        (Calls(lambda h: h + torch.randn(3)), r"draws random numbers inside a forward pass"),
         (Calls(sample_inside), r"draws the site 'z' inside a forward pass"),
         (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), r"'net\.1' \(Dropout\) is active.*eval"),
     ],
