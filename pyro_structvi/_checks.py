@@ -137,7 +137,8 @@ def check(name: str, value: Any, hint: Any) -> None:
     if _accepts(value, hint):
         return
     members = [each for each in _members(hint) if each is not NoneType]
-    if isinstance(value, (list, tuple)) and [*map(get_origin, members)] == [Sequence]:
+    is_list = isinstance(value, (list, tuple)) and len(members) == 1
+    if is_list and get_origin(members[0]) is Sequence:
         for number, entry in enumerate(value):
             check(f"{name}[{number}]", entry, get_args(members[0])[0])
     wrong_values = [_kind_of_values(each) for each in members]

@@ -79,7 +79,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "truediv": operator.truediv,
     "unsqueeze": jnp.expand_dims,
     "view": lambda x, *shape: x.reshape(*shape),
-} | {f"i{name}": _in_place(getattr(operator, name)) for name in _AUGMENTED}
+    **{f"i{name}": _in_place(getattr(operator, name)) for name in _AUGMENTED},
+}
 _TENSOR_ATTRIBUTES = ("shape", "T", "mT")
 
 
