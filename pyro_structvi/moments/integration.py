@@ -178,7 +178,8 @@ def class_expectations(output: RandomTensor, y: Tensor | None) -> dict[str, Tens
             "entropy": (log_total - (at_nodes * logits).sum(1)) @ weights,
         }
         if y is not None:
-            chosen = logits.gather(1, y[rows, None, None].expand(-1, 1, len(weights))).squeeze(1)
+            index = y.long()[rows, None, None].expand(-1, 1, len(weights))
+            chosen = logits.gather(1, index).squeeze(1)
             found["log_density"] = (chosen - log_total + weights.log()).logsumexp(-1)
         parts.append(found)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -141,7 +141,6 @@ def _predict(
             likelihood = observation_at(model, output.loc, None).likelihood
             if y is not None:
                 checked_observations(y, likelihood, likelihood.batch_shape)
-                likelihood.log_prob(y)  # raises the usual error for invalid classes
             parts.append(class_expectations(output, y))
             continue
         size = max(1, LARGEST // max(1, output.shape[1:].numel()))

@@ -18,8 +18,10 @@ from pyro_structvi._checks import (
     check_no_nan,
     check_same_kind,
     check_shape,
+    check_support,
     naming,
     shape_text,
+    validates,
     warn_user,
 )
 from pyro_structvi._nested import nested_tensors
@@ -208,6 +210,8 @@ def checked_observations(y: Tensor, likelihood: Any, shape: Sequence[int]) -> Te
         check_same_kind("y", y, "prediction.mean", likelihood.mean)
     elif isinstance(base_of(likelihood), Bernoulli):
         y = y.to(likelihood.mean)  # torch needs labels in the dtype of the probabilities
+    if validates(None) and not (y.is_meta or inside_transform()):
+        check_support("y", y, likelihood.support)
     return y
 
 

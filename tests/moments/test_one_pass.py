@@ -142,6 +142,16 @@ def test_students_t_noise_of_any_width_has_its_density(width, df):
         assert each.item() == pytest.approx(math.log(density), abs=1e-7)
 
 
+@pytest.mark.parametrize("predict", [ps.predict, ps.predict_moments])
+def test_counts_are_whole_numbers(predict, x):
+    model = ps.PoissonRegressor(linear(1), SIZE)
+    guide, y = fitted(model), torch.tensor([[0.0], [3.0], [-1.0], [0.5], [2.0]])
+    with pytest.raises(
+        ValueError, match=r"`y` must be in IntegerGreaterThan.* 2 of 5 observations"
+    ):
+        predict(model, guide, x, y=y)
+
+
 @pytest.mark.parametrize("width", [0.0, 0.1, 2.0])
 def test_counts_of_any_size_have_their_density(width):
     """The rate is known much better after a large count than before it, or not random at all."""
@@ -429,7 +439,10 @@ def test_a_class_with_another_likelihood_is_run_at_the_nodes(x):
     tempered, guide = run_at_nodes(plain, Tempered), fitted(plain)
     means = [ps.predict_moments(model, guide, x).mean for model in (plain, tempered)]
     assert (means[0] - means[1]).abs().max() > 0.05
-    with pytest.raises(ValueError, match="within the support"):
+    y = torch.arange(SIZE) % 3
+    found = [ps.predict_moments(plain, guide, x, y=own).log_density for own in (y, y.byte())]
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match=r"`y` must be in IntegerInterval.* 5 of 5 observations"):
         ps.predict_moments(plain, guide, x, y=torch.full((SIZE,), 9))
 
 

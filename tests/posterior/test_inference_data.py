@@ -122,7 +122,7 @@ def test_padded_tokens_are_padded_in_predictive_draws_too():
     torch.testing.assert_close(
         prediction.log_density, nats.logsumexp(0) - math.log(20), rtol=1e-9, atol=1e-12
     )
-    with pytest.raises(ValueError, match="within the support"):  # no padding
+    with pytest.raises(ValueError, match="`y` must be in"):  # no padding
         ps.to_inference_data(model, draws, x, torch.full((6, 3), 5))
 
 

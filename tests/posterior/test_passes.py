@@ -270,7 +270,7 @@ def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
         assert ps.predict(model, draws, x).mean.isnan().any()
     x, y = torch.zeros(3), torch.full((3,), 0.5)
     assert ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, 3.0])}, x, y=y)
-    with pytest.raises(ValueError, match="within the support"):
+    with pytest.raises(ValueError, match="`y` must be in"):
         ps.predict(uniform_function, {"width": torch.tensor([2.0, 0.3, 3.0])}, x, y=y)
     with pytest.raises(ValueError, match="parameter low"):
         ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, -1.0])}, x)
