@@ -86,7 +86,7 @@ class Subject(Contract):
             return
         event_dim = len(found.event_shape)
         dense = MultivariateNormal(mean.flatten(-event_dim), covariance)
-        for sample_shape in ((), (5,)):
+        for sample_shape in ((), (5,), (5, 2)):
             value = torch.randn(*sample_shape, *mean.shape)
             expected = dense.log_prob(value.flatten(-event_dim))
             self.close(rule.format("`log_prob`"), found.log_prob(value), expected)

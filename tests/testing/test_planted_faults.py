@@ -141,6 +141,12 @@ SHARED_ROWS = fault(
 )
 
 
+def density_of_a_stack(q, value):
+    """Takes a sample shape of at most one dimension."""
+    each = torch.distributions.Normal(q.loc, q.scale).log_prob(value)
+    return each.flatten(1).sum(-1) if each.dim() > len(MATRIX) else each.sum()
+
+
 def rows_of_one_noise(q, index):
     loc, variance = (F.embedding(index, table) for table in (q.loc, q.variance))
     return SHARED_ROWS(DenseMap(), loc, variance)
@@ -186,6 +192,7 @@ FAULTS = {
     "`variance_sum` keeps the dtype of the arguments": (
         fault(MeanFieldNormal, variance_sum=property(in_default_dtype)),
     ),
+    "`log_prob` agrees with the draws": (fault(MeanFieldNormal, log_prob=density_of_a_stack),),
     "`expand` repeats `scale`": (fault(MeanFieldNormal, expand=other_batch),),
     "`expand` keeps the option `power`": (Powered,),
     "`sample` draws as `rsample`": (fault(RowwiseNormal, sample=doubled_sample),),
