@@ -192,7 +192,7 @@ def plot_coverage(
     of correct intervals, :math:`\sqrt{l (1 - l) / N}`, to either side.
 
     Args:
-        levels: Probabilities of the intervals ``(L,)``, from 0 to 1.
+        levels: Probabilities of the intervals ``(L,)``, from 0 to 1, in any order.
         coverage: Shares of targets inside ``(L,)``, from 0 to 1; or several curves, by label.
         ax: Axes of the drawing; a new figure when None.
         label: Name of a single curve in the legend.
@@ -236,9 +236,10 @@ def plot_coverage(
         name = f"2 standard errors\nof {num_examples} examples"
         ax.fill_between(line, low, high, color="0.85", linewidth=0, label=name)
     _draw_calibrated(ax)
+    order = found["levels"].argsort(kind="stable")
     for title, (name, _) in curves.items():
         style = next_style(ax) | {"marker": "o", "markersize": 4}
-        ax.plot(found["levels"], found[name], label=title, **style)
+        ax.plot(found["levels"][order], found[name][order], label=title, **style)
     add_labels(ax, "expected coverage", "observed coverage")
     add_legend(ax)
     return ax

@@ -97,6 +97,8 @@ def test_coverage_over_its_level_with_two_standard_errors():
     ax = plot_coverage(levels, coverage, num_examples=100)
     np.testing.assert_array_equal(ax.lines[0].get_xydata(), [[0, 0], [1, 1]])
     np.testing.assert_array_equal(ax.lines[1].get_xydata(), np.column_stack([levels, coverage]))
+    backwards = plot_coverage(levels[::-1], coverage[::-1])
+    np.testing.assert_array_equal(backwards.lines[1].get_xydata(), ax.lines[1].get_xydata())
     vertices = ax.collections[0].get_paths()[0].vertices
     # At one half the standard error of 100 examples is 0.05, and at 0.9 it is 0.03.
     for level, error in ((0.5, 0.05), (0.9, 0.03)):
