@@ -40,7 +40,8 @@ class Chains:
         self.log_density, self._gradient = self._evaluate(position)
         if not bool(torch.isfinite(self.log_density).all()):
             raise RuntimeError(
-                "The log joint is not finite at a draw of `guide`. Fit the guide before sampling."
+                "The log joint is not finite at a draw of `guide`. Fit the guide before sampling, and "
+                "look for infinite values in `data`."
             )
         self._velocity = normalize(torch.randn_like(position), dim=-1)
         self.length = math.sqrt(position.shape[-1])

@@ -391,6 +391,8 @@ def test_what_cannot_be_sampled_is_refused():
         sample(model, guide, data, num_draws=3)
     with pytest.raises(TypeError, match="`data` must be a tuple of tensors with all examples"):
         sample(model, guide, [data])
+    with pytest.raises(RuntimeError, match=r"log joint is not finite.*infinite values in `data`"):
+        sample(model, guide, (data[0], data[1] / 0), progress=False)
 
     one = ps.Regressor(ps.bayesianize(nn.Linear(1, 1, bias=False), prior=1.0), 20, noise_scale=1.0)
     guide_of_one, (x, y) = ps.MeanFieldGuide(one), (data[0][:, :1], data[1])
