@@ -206,8 +206,9 @@ def to_inference_data(
 
     Returns:
         An ``arviz.InferenceData`` of ArviZ 0.23, an ``xarray.DataTree`` of ArviZ 1.x, with the groups
-        ``posterior``, ``posterior_predictive``, ``log_likelihood`` (one value for each example),
-        ``observed_data`` and, for NUTS, ``sample_stats``. Real values are float64, counts and labels
+        ``posterior``, ``posterior_predictive``, ``log_likelihood`` (one value for each example, or one
+        of all together if the model has their joint density, such as under correlated noise),
+        ``observed_data`` and, for samplers, ``sample_stats``. Real values are float64, counts and labels
         whole numbers. Observations and outputs of shape (N, 1) lose the last dimension. A guide's draws
         form one chain. Predictive draws keep the ``ignore_index`` of padding. Masked observations have a
         log likelihood of zero.

@@ -407,3 +407,17 @@ def test_the_tail_of_a_pareto_distribution_has_its_shape(version, monkeypatch):
     smoothed, k_hat = pareto_smoothed(-0.6 * np.log1p(-shares))
     assert k_hat == pytest.approx(0.6, abs=0.03)
     assert np.exp(smoothed).sum() == pytest.approx(1.0)
+
+
+def test_a_joint_density_of_all_examples_is_one_value():
+    """``predict`` has the same density of all observations together."""
+
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.MultivariateNormal(x @ weight, torch.eye(3) + 0.5), obs=y)
+
+    x, y, draws = torch.randn(3, 2), torch.randn(3), {"weight": torch.randn(4, 2)}
+    found = ps.to_inference_data(model, draws, x, y)["log_likelihood"]["y"]
+    assert found.dims == ("chain", "draw")
+    density = torch.as_tensor(found.values).flatten().logsumexp(0) - math.log(4)
+    torch.testing.assert_close(density, ps.predict(model, draws, x, y=y).log_density)
