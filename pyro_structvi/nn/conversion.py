@@ -123,6 +123,11 @@ def bayesianize(
             "`net(x)`, before `bayesianize(net)`."
         )
     for name, value in net.named_parameters():
+        if value.is_meta:
+            raise ValueError(
+                f"`net` must have values in all its parameters, but '{name}' is on the meta device. "
+                "Write `net.to_empty(device='cpu')` and load its weights, before `bayesianize(net)`."
+            )
         if not value.numel():
             raise ValueError(
                 f"`net` must have elements in all its parameters, but '{name}' has the shape "

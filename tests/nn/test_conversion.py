@@ -286,6 +286,8 @@ def test_weights_that_cannot_be_random_are_named():
     traced = torch.jit.trace(nn.Linear(3, 4), torch.zeros(5, 3))
     with pytest.raises(TypeError, match=r"\['0'\] are of TorchScript.* the net that was scripted"):
         ps.bayesianize(nn.Sequential(traced, nn.Linear(4, 1)))
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device.*to_empty"):
+        ps.bayesianize(nn.Linear(2, 1, device="meta"))
 
 
 def test_nets_that_redirect_attributes_become_bayesian():
