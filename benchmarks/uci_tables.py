@@ -13,7 +13,7 @@ SAMPLED = (
     *("standardized log likelihood", "standardized RMSE", "R-hat", "seconds"),
 )
 ESTIMATORS = ("data", "split", "method", "log likelihood", "RMSE", "seconds")
-CLASSIFIERS = ("data", "fold", "method", "log likelihood", "error, %", "seconds")
+CLASSIFIERS = ("data", "fold", "method", "log likelihood", "error (%)", "seconds")
 DECOMPOSED = ("data", "split", "posterior", "RMSE", "NLL", "seconds")
 LOG_LIKELIHOOD, ERROR = (HEADER.index(name) for name in ("log likelihood", "RMSE"))
 SETS = ("boston", "concrete", "energy", "kin8nm", "power", "protein")

@@ -355,6 +355,8 @@ def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
     # Without another weight to compare with.
     estimator.set_params(validation_fraction=0.0).fit(inputs, noise)
     np.testing.assert_array_equal(estimator.predict(inputs), found)
+    classifier = BayesianMLPClassifier((6,), refine=False, **options)
+    assert classifier.fit(inputs, inputs[:, 0] > 0).kl_weight_ == 0.3
 
 
 def test_wrong_options_and_parts_of_the_data_are_refused(table):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial, wraps
 from itertools import pairwise
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -62,13 +62,18 @@ REFINED = 10_000  # examples at most that "auto" refines, since each step takes 
 NUM_DRAWS = 200  # of a guide
 DRAWS_OF_CHAIN = 100
 FUNCTIONS_AT_A_TIME = 500_000  # of all draws and rows, in a pass of a prediction
-KL_WEIGHTS_OF_MIXTURE = 0.3, 0.1  # with 1 normals are far too wide where the noise is small
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
 
 @dataclass(eq=False, repr=False)
 class BayesianMLP(BaseEstimator):
-    """The common part of the regressor and the classifier."""
+    """The common part of the regressor and the classifier.
+
+    Attributes:
+        kl_weights_of_mixture: The weights of the KL that "auto" compares.
+    """
+
+    kl_weights_of_mixture: ClassVar[tuple[float, ...]]
 
     hidden_layer_sizes: Sequence[int] | int = (16, 16, 16, 16)
     _: KW_ONLY
@@ -146,9 +151,10 @@ class BayesianMLP(BaseEstimator):
             return self.kl_weight
         if self.posterior_ != "mixture":
             return 1.0
+        weights_of_kl = self.kl_weights_of_mixture
         held_out = int(self.validation_fraction * len(inputs))
-        if not held_out or self._is_refined(inputs):
-            return KL_WEIGHTS_OF_MIXTURE[0]
+        if not held_out or self._is_refined(inputs) or len(weights_of_kl) == 1:
+            return weights_of_kl[0]
         order = np.random.RandomState(seed).permutation(len(inputs))
         held, rest = (
             [None if part is None else part[rows] for part in (inputs, targets, weights)]
@@ -168,7 +174,7 @@ class BayesianMLP(BaseEstimator):
             found = torch.cat([each.log_density for each in trial._predictions(held[0], y)])
             return float((found @ of_rows[0]) if of_rows else found.sum())
 
-        return max(KL_WEIGHTS_OF_MIXTURE, key=score)
+        return max(weights_of_kl, key=score)
 
     def _net(self, num_inputs: int, num_outputs: int) -> nn.Module:
         if self.activation not in ACTIVATIONS:
