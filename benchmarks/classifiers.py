@@ -103,6 +103,7 @@ METHODS: dict[str, Callable[[bool], ClassifierMixin]] = {
     "chains": bayesian_mlp(refine=True),
     "points": bayesian_mlp(refine=False),
     "mixture": bayesian_mlp(posterior="mixture", refine=False),
+    "mixture, KL weight 0.1": bayesian_mlp(posterior="mixture", refine=False, kl_weight=0.1),
     "deep ensemble": bayesian_mlp((50, 50), activation="relu", refine=False),
     "logistic regression": logistic_regression,
     "random forest": forest,

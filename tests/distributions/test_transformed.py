@@ -73,6 +73,21 @@ def test_kl_to_positive_priors_is_the_integral(name):
     torch.testing.assert_close(rows, exact.sum(-1), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("scale", "most"), [(1.5, 1e-5), (2.0, 1e-4)])
+def test_kl_to_a_half_cauchy_has_the_stated_error_for_wide_posteriors(scale, most):
+    loc = torch.linspace(-5, 5, 21, dtype=torch.float64)
+    z = torch.linspace(-12, 12, 200_001, dtype=torch.float64)[:, None]
+    log_value, prior = loc + scale * z, dist.HalfCauchy(1.0)
+    log_q = -z.square() / 2 - math.log(scale) - math.log(2 * math.pi) / 2
+    integrand = log_q.exp() * scale * (log_q - log_value - prior.log_prob(log_value.exp()))
+    exact = torch.trapezoid(integrand, z, dim=0)
+    for place, expected in enumerate(exact):
+        own = MeanFieldNormal(loc[place : place + 1], torch.full_like(loc[:1], scale))
+        q = TransformedNormal(own, [ExpTransform()])
+        found = kl_divergence(q, prior.expand([1]).to_event(1))
+        torch.testing.assert_close(found, expected, rtol=0, atol=most)
+
+
 def test_arguments_of_the_prior_broadcast_and_other_bijections_serve():
     scales = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     interval = biject_to(constraints.interval(-1.0, 3.0))
