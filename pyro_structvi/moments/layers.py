@@ -161,7 +161,7 @@ def _sum(
 
 
 def _batch_norm(
-    input: RandomTensor,
+    input: Any,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Any = None,
@@ -169,34 +169,34 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> RandomTensor:
+) -> Any:
     """Scale and shift by running statistics, which is exact."""
     if training or running_mean is None or running_var is None:
         raise NotImplementedError(
             "Batch normalization by the statistics of a batch has no moments; call `model.eval()`"
         )
     ones = [1 for _ in range(input.dim() - 2)]
-    centered = _add(input, running_mean.reshape(-1, *ones), sign=-1)
-    found = _mul(centered, (running_var + eps).rsqrt().reshape(-1, *ones))
+    centered = input - running_mean.reshape(-1, *ones)
+    found = centered * (running_var + eps).rsqrt().reshape(-1, *ones)
     return _affine(found, weight, bias, ones)
 
 
-def _affine(x: RandomTensor, weight: Any, bias: Any, ones: Sequence[int] = ()) -> RandomTensor:
+def _affine(x: Any, weight: Any, bias: Any, ones: Sequence[int] = ()) -> Any:
     """Scale and shift by parameters with further dimensions of size 1."""
     if weight is not None:
-        x = _mul(x, weight.reshape(*weight.shape, *ones))
-    return x if bias is None else _add(x, bias.reshape(*bias.shape, *ones))
+        x = x * weight.reshape(*weight.shape, *ones)
+    return x if bias is None else x + bias.reshape(*bias.shape, *ones)
 
 
-def _standardized(
-    x: RandomTensor, start: int, num_groups: int, eps: float, center: bool = True
-) -> RandomTensor:
+def _standardized(x: Any, start: int, num_groups: int, eps: float, center: bool = True) -> Any:
     """Center and scale groups of the elements from a dimension on by their own statistics.
 
     The variance of the statistics is left out. The expected square about the mean is exact; its root
-    replaces the standard deviation, which is accurate for many elements.
+    replaces the standard deviation, which is accurate for many elements. A known input, before a random
+    scale, gives a known result.
     """
-    start = start if x.covariance is None else -1
+    is_known = not isinstance(x, RandomTensor)
+    start = start if is_known or x.covariance is None else -1
 
     def grouped(values: Tensor) -> Tensor:
         groups: Tensor = values.flatten(start).unflatten(-1, (num_groups, -1))
@@ -206,6 +206,9 @@ def _standardized(
         groups = grouped(values)
         return groups - groups.mean(-1, keepdim=True) if center else groups
 
+    if is_known:
+        groups = centered(x)
+        return (groups * (groups.square().mean(-1, keepdim=True) + eps).rsqrt()).reshape(x.shape)
     loc, covariance = centered(x.loc), None
     if x.covariance is not None:
         covariance = centered(centered(x.covariance).flatten(-2).mT).flatten(-2)
@@ -224,26 +227,26 @@ def _standardized(
 
 
 def _layer_norm(
-    input: RandomTensor,
+    input: Any,
     normalized_shape: Sequence[int],
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
-) -> RandomTensor:
+) -> Any:
     return _affine(_standardized(input, -len(normalized_shape), 1, eps), weight, bias)
 
 
 def _rms_norm(
-    input: RandomTensor, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
-) -> RandomTensor:
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
+) -> Any:
     least = torch.finfo(input.dtype).eps if eps is None else eps
     found = _standardized(input, -len(normalized_shape), 1, least, center=False)
     return _affine(found, weight, None)
 
 
 def _group_norm(
-    input: RandomTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> RandomTensor:
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
     found = _standardized(input, 1, num_groups, eps)
     return _affine(found, weight, bias, [1 for _ in range(input.dim() - 2)])
 

@@ -1,5 +1,7 @@
 """Pooling by maxima, normalization, dropout, softmax, attention and recurrent layers."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,6 +155,23 @@ def test_normalizations_divide_by_the_expected_square_about_the_mean(name):
     without = norm(known(x.loc))
     torch.testing.assert_close(without.loc, norm(x.loc))
     assert (without.variance == 0).all()
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, partial(nn.GroupNorm, 2)]
+)
+def test_a_known_input_is_normalized_by_torch_before_a_random_scale_and_shift(norm):
+    """As in a net that begins with such a layer."""
+    norm, x, scale, shift = norm(4).eval(), torch.randn(3, 4), random_input(4), random_input(4)
+    z = norm(x)  # with a scale of one, and no shift
+    shift = None if isinstance(norm, nn.RMSNorm) else shift
+    parts = {"weight": scale} if shift is None else {"weight": scale, "bias": shift}
+    found = torch.func.functional_call(norm, parts, (x,))
+    loc, variance = z * scale.loc, z.square() * scale.variance
+    if shift is not None:
+        loc, variance = loc + shift.loc, variance + shift.variance
+    torch.testing.assert_close(found.loc, loc)
+    torch.testing.assert_close(found.variance, variance)
 
 
 # ---- dropout and softmax -------------------------------------------------------------------------
