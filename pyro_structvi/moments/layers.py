@@ -191,9 +191,9 @@ def _affine(x: Any, weight: Any, bias: Any, ones: Sequence[int] = ()) -> Any:
 def _standardized(x: Any, start: int, num_groups: int, eps: float, center: bool = True) -> Any:
     """Center and scale groups of the elements from a dimension on by their own statistics.
 
-    The variance of the statistics is left out. The expected square about the mean is exact; its root
-    replaces the standard deviation, which is accurate for many elements. A known input, before a random
-    scale, gives a known result.
+    Variances are those of the tangent, ``(I - 1 1' / n - z z' / n) / s`` for the result z of n elements.
+    The root of the expected square about the mean replaces the standard deviation s. A known input,
+    before a random scale, gives a known result.
     """
     is_known = not isinstance(x, RandomTensor)
     start = start if is_known or x.covariance is None else -1
@@ -204,26 +204,36 @@ def _standardized(x: Any, start: int, num_groups: int, eps: float, center: bool 
 
     def centered(values: Tensor) -> Tensor:
         groups = grouped(values)
-        return groups - groups.mean(-1, keepdim=True) if center else groups
+        return groups - _group_mean(groups) if center else groups
 
+    loc = centered(x if is_known else x.loc)
     if is_known:
-        groups = centered(x)
-        return (groups * (groups.square().mean(-1, keepdim=True) + eps).rsqrt()).reshape(x.shape)
-    loc, covariance = centered(x.loc), None
-    if x.covariance is not None:
-        covariance = centered(centered(x.covariance).flatten(-2).mT).flatten(-2)
-        variance = grouped(covariance.diagonal(dim1=-2, dim2=-1))
-    else:
-        variance, count = grouped(x.variance), loc.shape[-1]
-        if center:
-            variance = (1 - 2 / count) * variance + variance.mean(-1, keepdim=True) / count
-    square = (loc.square() + variance).mean(-1, keepdim=True) + eps
-    root = square.rsqrt()
+        return (loc * (_group_mean(loc.square()) + eps).rsqrt()).reshape(x.shape)
+    covariance, of_mean = x.covariance, float(center) / loc.shape[-1]
     if covariance is not None:
-        scale = root.expand_as(loc).flatten(-2)
-        covariance = covariance * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    loc, variance = ((loc * root).reshape(x.shape), (variance / square).reshape(x.shape))
-    return RandomTensor(loc, variance, x.settings, covariance)
+        covariance = centered(centered(covariance).flatten(-2).mT).flatten(-2)
+        variance = own = grouped(covariance.diagonal(dim1=-2, dim2=-1))
+    else:
+        own = grouped(x.variance)
+        variance = (1 - 2 * of_mean) * own + of_mean * _group_mean(own)
+    root = (_group_mean(loc.square() + variance) + eps).rsqrt()
+    z = loc * root
+    if covariance is None:
+        with_scale = z * (2 * center * _group_mean(z * own) + z * _group_mean(z.square() * own))
+        variance = variance + (with_scale - 2 * z.square() * own) / loc.shape[-1]
+        variance = (variance.clamp_min(0) * root.square()).reshape(x.shape)
+        return RandomTensor(z.reshape(x.shape), variance, x.settings)
+    for _ in range(2):  # both sides
+        rows = grouped(covariance)
+        rows = rows - z.unsqueeze(1) * _group_mean(z.unsqueeze(1) * rows)
+        covariance = (rows * root.unsqueeze(1)).flatten(-2).mT
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return RandomTensor(z.reshape(x.shape), variance, x.settings, covariance)
+
+
+def _group_mean(values: Tensor) -> Tensor:
+    """Return means over the last dimension, which is kept."""
+    return values.mean(-1, keepdim=True)
 
 
 def _layer_norm(

@@ -133,7 +133,7 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_normalizations_divide_by_the_expected_square_about_the_mean(name):
-    """By definition, with the matrix that takes the means off; without variance it is torch's."""
+    """By definition, with the matrix of the tangent; without variance it is torch's."""
     norm, shape, groups = NORMS[name]
     norm, x = norm.double(), random_input(*shape, full="full" in name)
     for part in norm.parameters():
@@ -147,8 +147,12 @@ def test_normalizations_divide_by_the_expected_square_about_the_mean(name):
     loc = loc.reshape(-1, size) @ matrix
     squares = loc.square() + covariance.diagonal(dim1=-2, dim2=-1)
     weight = norm.weight.flatten().repeat_interleave(size // norm.weight.numel())
-    scale = weight / (squares @ average + (norm.eps or 1e-16)).sqrt()
-    expected = covariance * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    root = (squares @ average + (norm.eps or 1e-16)).rsqrt()
+    z, scale = loc * root, weight * root
+    # The scale of a group moves with its elements along z.
+    within = torch.eye(size) - average * z.unsqueeze(-1) * z.unsqueeze(-2)
+    within = scale.unsqueeze(-1) * within
+    expected = within @ covariance @ within.mT
     shift = norm(torch.zeros(shape))
     assert (found.covariance is not None) == ("full" in name)
     assert_moments(found, (loc * scale).reshape(shape) + shift, torch.block_diag(*expected))
