@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -91,7 +91,7 @@ def save(
     }
     header = {
         "format": FORMAT,
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: _version_of(name) for name in PACKAGES},
         "guide": _write_guide(guide, tensors),
         "model": parts_of(model),
         "left_out": {key: _digest(value) for key, value in left_out.items()},
@@ -167,6 +167,14 @@ def load(
             separate_elements(module)
             module.load_state_dict(loaded)
     return guide
+
+
+def _version_of(package: str) -> str:
+    """Return the version of a package, which may be on the path without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 # ---- states --------------------------------------------------------------------------------------

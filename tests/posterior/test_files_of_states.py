@@ -1,5 +1,6 @@
 """Files of posteriors: states that no file holds or gives, and files that change later."""
 
+import importlib.metadata
 import os
 import pickle
 from stat import S_IMODE
@@ -130,3 +131,14 @@ def test_a_guide_of_another_model_is_refused(path):
     ps.save(path, models[0], pickle.loads(pickle.dumps(guides[0])))  # which has no model
     with pytest.raises(ValueError, match=message.format("load")):
         ps.load(path, models[0], guides[1])
+
+
+def test_a_package_that_is_on_the_path_but_not_installed_saves(path, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(ps.posterior.files, "version", missing)
+    model = make_model()
+    guide = ps.MeanFieldGuide(model)
+    ps.save(path, model, guide)
+    assert ps.load(path, model)["net.0.weight"].family == ps.MeanField()
