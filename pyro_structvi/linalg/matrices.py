@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, cached_property, wraps
 from typing import Any, TypeVar
@@ -179,6 +179,16 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """Return a context that disables autocast for the device of a tensor."""
     # Torch's own context takes longer than a small operation.
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Disable autocast on all devices, as a context or a decorator."""
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def is_half(tensor: Tensor) -> bool:

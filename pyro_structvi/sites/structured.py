@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Positive, Program, checked, shape_text
+from pyro_structvi.linalg.matrices import no_autocast
 from pyro_structvi.nn.random_module import sample_every_site
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters, warn_of_local_latents
 from pyro_structvi.sites.family import (
@@ -315,6 +316,7 @@ class StructuredGuide(OwningAutoGuide):
             self._uses, self._weight_of = {}, {}
 
     @torch.no_grad()
+    @no_autocast()  # of the first step; starting values keep their precision
     def _adopt(self, found: dict[str, FoundSite]) -> None:
         """Make posteriors for new sites; nothing changes on an error."""
         for bias, weight in self._weight_of.items():

@@ -156,3 +156,17 @@ def test_no_step_in_a_block_of_autocast_uses_casts_of_old_weights(prior, how):
                 return [*losses, *model.net(x).flatten().tolist()]
 
     assert train(cache_enabled=True) == train(cache_enabled=False)
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_starting_values_do_not_depend_on_autocast(name):
+    """The first step of a loop makes those of a function."""
+    x, y, states = torch.randn(5, 3), torch.randn(5, 2), []
+    for autocast in (False, True):
+        torch.manual_seed(0)
+        model = ps.Regressor(linear(2, torch.float32), 5, 0.1)
+        with torch.autocast("cpu", HALF, enabled=autocast):
+            guide = GUIDES[name](model)
+            guide.initialize(x, y)
+        states.append(guide.state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
