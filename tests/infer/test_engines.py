@@ -211,6 +211,30 @@ class CountingOutside(nn.Linear):
         return super().forward(x) * (1 if next(CALLS) < 100 else 2)
 
 
+class Counter:
+    """As ``itertools.count`` is in Python 3.14: not pickled, and shown with its number."""
+
+    number = 0
+
+    def __next__(self):
+        self.number += 1
+        return self.number
+
+    def __repr__(self):
+        return f"Counter({self.number})"
+
+    def __reduce__(self):
+        raise TypeError
+
+
+OTHER_CALLS = Counter()
+
+
+class CountingByAnother(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1 if next(OTHER_CALLS) < 100 else 2)
+
+
 def hooked(*sizes):
     layer, norms = nn.Linear(*sizes), []
     layer.register_forward_hook(lambda module, args, out: norms.append(out.detach()))
@@ -231,6 +255,10 @@ OBJECT = r"a step changes `what` of module \d+, a .*Asking, which a replay would
         (
             CountingOutside,
             "a step changes `CALLS` of the variables outside, which a replay would not",
+        ),
+        (
+            CountingByAnother,
+            "a step changes `OTHER_CALLS` of the variables outside, which a replay would not",
         ),
         (hooked, "a step changes `norms` of the variables outside, which a replay would not"),
     ],

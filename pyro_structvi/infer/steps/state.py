@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
@@ -223,10 +224,14 @@ class _Pickler(pickle.Pickler):
 
 
 def memory_of(value: Any) -> Hashable:
-    """Return a key of all that an object holds, as far as it can be pickled."""
+    """Return a key of all that an object holds, as far as it can be pickled, or shows by ``repr``."""
     pickler = _Pickler()
-    with suppress(Exception):  # of any object's own code
-        pickler.dump(value)
+    with suppress(Exception), warnings.catch_warnings():  # of any object's own code
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            pickler.dump(value)
+        except Exception:  # as of `itertools.count` in Python 3.14
+            pickler.values.update(repr(value).encode())
     return pickler.values.digest(), *map(Same, pickler.others)
 
 
