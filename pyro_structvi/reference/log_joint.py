@@ -177,14 +177,21 @@ class LogJoint:
     def functions_at(self, coordinates: Tensor) -> Tensor:
         """Return some function values at the data, ``(F,)``: the numbers that the model returns.
 
-        A model that returns no numbers has the means of its observations in their place.
+        A model that returns no numbers, or its observations, has the log densities of observations in
+        their place, and the values of its sites if it has none of these.
         """
-        trace = self._trace(self.values_at(coordinates)[0])
+        values = self.values_at(coordinates)[0]
+        trace = self._trace(values)
+        nodes = sample_nodes(trace)
+        observed = [node for name, node in nodes.items() if name not in self._names]
         returned = take_apart(trace.nodes["_RETURN"]["value"])[0]
         found = [each for each in returned if isinstance(each, Tensor) and each.is_floating_point()]
-        if not found:
-            observed = [own for own in sample_nodes(trace).values() if own["is_observed"]]
-            found = [own["fn"].mean for own in observed if own["name"] not in self._names]
+        found = [each for each in found if all(each is not node["value"] for node in observed)]
+        if not found and observed:
+            with pyro.validation_enabled(False):
+                trace.compute_log_prob(lambda name, _: name in nodes and name not in self._names)
+            found = [node["log_prob"] for node in observed]
+        found = found or [*values.values()]
         flat = torch.cat([each.flatten() for each in found])
         return flat[:: max(1, math.ceil(len(flat) / MOST_FUNCTIONS))]
 

@@ -91,9 +91,10 @@ def mclmc(
     Returns:
         The draws by site, ``(num_chains * num_draws, *shape)``; after an interrupt from the keyboard
         those so far, if there are four of each chain. ``r_hat``, ``chain_r_hat`` and ``ess`` summarize
-        up to 500 values that the model returns at the data. ``sample_stats`` have ``lp``, the log
-        joint in unconstrained coordinates up to a constant, ``energy_change``, ``diverging``,
-        ``step_size`` and ``decoherence_length``; for ``adjusted=True`` ``acceptance_rate``, too.
+        up to 500 values that the model returns at the data; the log densities of observations if it
+        returns no others. ``sample_stats`` have ``lp``, the log joint in unconstrained coordinates up to
+        a constant, ``energy_change``, ``diverging``, ``step_size`` and ``decoherence_length``; for
+        ``adjusted=True`` ``acceptance_rate``, too.
 
     Raises:
         ValueError: If an argument is out of range, the guide is not initialized, sites of the model are
