@@ -124,7 +124,7 @@ class LogJoint:
         # coordinates are then values in the units of a member's deviations.
         is_mixture = guide.num_members > 1
         one: StructuredGuide = guide.get_submodule("members.0") if is_mixture else guide
-        pilot = [one.draw(number=number) for number in range(PILOT_DRAWS)]
+        pilot = [one.draw(local=True, number=number) for number in range(PILOT_DRAWS)]
         self._sites: list[_Site] = []
         for posterior in one.all_posteriors():
             site, q = posterior.site, posterior()

@@ -141,7 +141,9 @@ def mclmc(
     with ONE_THREAD, separate_randomness(), evaluation_mode(model), evaluation_mode(guide), parts:
         pyro.set_rng_seed(seed)
         target = LogJoint(model, guide, batches.data)
-        position = torch.stack([target.start(guide.draw(number=k)) for k in range(num_chains)])
+        position = torch.stack([
+            target.start(guide.draw(local=True, number=k)) for k in range(num_chains)
+        ])
         thinning = thinning or (1 if adjusted else 10)
         num_gradients = 2 * (num_warmup + num_draws * thinning)
         chains = Chains(position, gradients_of(target, position, num_gradients, compiled))

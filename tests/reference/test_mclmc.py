@@ -406,6 +406,23 @@ def test_the_examples_of_the_data_count_once():
         sample(told, own, part, num_warmup=20, num_draws=4, progress=False)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_points_of_sites_of_single_examples_are_starts(is_mixture):
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("examples", len(y)):
+            z = pyro.sample("z", dist.Normal(mean, 1.0))
+            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    data, options = (torch.randn(5),), {"num_warmup": 2, "num_draws": 4, "num_chains": 2}
+    guide = ps.MixtureGuide(model, ps.MAPGuide, 2) if is_mixture else ps.MAPGuide(model)
+    guide.initialize(*data)
+    draws = sample(model, guide, data, **options, thinning=1, progress=False)
+    assert draws["z"].shape == (8, 5)
+    assert len(draws["z"].unique()) > 5
+
+
 def test_what_cannot_be_sampled_is_refused():
     model, guide, data = mean_field_of_regression()
     with pytest.raises(ValueError, match=r"`guide` must be initialized"):
