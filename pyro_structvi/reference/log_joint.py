@@ -108,6 +108,19 @@ def _check_plates(samples: Mapping[str, Any]) -> None:
                 )
 
 
+def _check_supports(latent: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` if the support of a site differs between two runs of a model."""
+    for name, node in latent.items():
+        first, second = (bijection_onto(run[name]["fn"].support) for run in (latent, other))
+        unconstrained = first.inv(node["value"])
+        if not torch.equal(first(unconstrained), second(unconstrained)):
+            raise ValueError(
+                f"The support of the site '{name}' of `model` must be the same in each pass, but "
+                "depends on other sites. Sample it on a fixed support, such as a share from "
+                "Uniform(0, 1), and compute the value from the share."
+            )
+
+
 class LogJoint:
     """The log joint density of a model in ``size`` coordinates of a guide, up to a constant."""
 
@@ -143,8 +156,9 @@ class LogJoint:
         if missing:
             raise ValueError(
                 f"The sites {sorted(missing)} of `model` are missing in `guide`. Make the guide of the "
-                "model without `hide` and `block`."
+                "model without `hide` and `block`, and pass the observations in `data`."
             )
+        _check_supports(latent, sample_nodes(self._trace(dict(pilot[0]))))
         self._lengths = [each.shape.numel() for each in self._sites]
         self.size = sum(self._lengths)
         if self.size < 2:

@@ -98,7 +98,8 @@ def mclmc(
 
     Raises:
         ValueError: If an argument is out of range, the guide is not initialized, sites of the model are
-            missing in it, the model has a single latent number, or a plate takes a part of the data.
+            missing in it, the model has a single latent number, the support of a site depends on others,
+            or a plate takes a part of the data.
         RuntimeError: If the model cannot run several draws in one pass, or be compiled for
             ``compiled=True``, or no chain can move.
 

@@ -447,6 +447,20 @@ def test_what_cannot_be_sampled_is_refused():
     with pytest.raises(ValueError, match=r"The sites \['extra'\] of `model` are missing"):
         sample(larger, guide, data, progress=False)
 
+    with pytest.raises(ValueError, match=r"\['obs'\].*missing.*pass the observations in `data`"):
+        sample(model, guide, data[:1], progress=False)
+
+    def within(x, y):
+        scale = pyro.sample("scale", dist.HalfNormal(2.0))
+        mean = pyro.sample("mean", dist.Uniform(0.0, scale))
+        with pyro.plate("examples", 20):
+            pyro.sample("y", dist.Normal(mean, scale), obs=y[:, 0])
+
+    guide_within = ps.MeanFieldGuide(within)
+    guide_within.initialize(*data)
+    with pytest.raises(ValueError, match=r"support of the site 'mean' .* depends on other sites"):
+        sample(within, guide_within, data, progress=False)
+
     def subsampled(x, y):
         weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
         with pyro.plate("examples", 20, subsample_size=5) as chosen:
