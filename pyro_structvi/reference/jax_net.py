@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx, nn
@@ -33,11 +34,23 @@ def _squeeze(x: Any, dim: int | tuple[int, ...]) -> Any:
     return jnp.squeeze(x, tuple(each for each in dims if x.shape[each] == 1))
 
 
-def _index(part: Any) -> Any:
-    """Return an index with arrays in place of lists, which JAX refuses."""
-    if isinstance(part, tuple):
-        return tuple(map(_index, part))
-    return jnp.asarray(part) if isinstance(part, list) else part
+def _getitem(x: Any, index: Any) -> Any:
+    """Index by numbers and slices before lists and arrays, as torch; NumPy takes numbers as arrays."""
+    if isinstance(x, (tuple, Mapping)):  # a shape, or the sites
+        return x[index]
+    parts = index if isinstance(index, tuple) else (index,)
+    # JAX refuses lists, and masks that it has converted under `jit`.
+    parts = tuple(np.asarray(part) if isinstance(part, list) else part for part in parts)
+    everything, first, then = slice(None), [], []
+    for part in parts:
+        is_array = np.ndim(part) > 0
+        is_mask = is_array and part.dtype == bool
+        first += [everything] * (part.ndim if is_mask else 1) if is_array else [part]
+        if is_array or part is Ellipsis:
+            then.append(part)
+        elif part is None or isinstance(part, slice):
+            then.append(everything)
+    return x[tuple(first)][tuple(then)]
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -57,7 +70,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "flatten": _flatten,
     "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate == "tanh"),
     "getattr": lambda x, name: getattr(x, name),  # has a signature, unlike the builtin
-    "getitem": lambda x, index: x[_index(index)],
+    "getitem": _getitem,
     "leaky_relu": lambda x, negative_slope=0.01, inplace=False: jax.nn.leaky_relu(
         x, negative_slope
     ),
