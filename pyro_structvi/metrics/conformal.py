@@ -107,7 +107,7 @@ def conformal_sets(
 def _quantile(scores: Tensor, level: float) -> Tensor:
     """Return the k-th smallest of n scores ``(n, *event)``, infinity for k > n."""
     # Rounding to 12 digits keeps 0.8 * 10 from becoming 8.000000000000002.
-    rank = math.ceil(round((len(scores) + 1) * level, 12))
+    rank = max(1, math.ceil(round((len(scores) + 1) * level, 12)))
     if rank > len(scores):
         return torch.full_like(scores[0], math.inf)
     return scores.sort(0).values[rank - 1]

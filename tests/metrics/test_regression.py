@@ -230,3 +230,11 @@ def test_few_examples_give_everything():
     assert torch.equal(low, -high)
     some = torch.full((8, 2), 0.5)
     assert conformal_sets(some[:3], some, torch.zeros(8, dtype=torch.long), 0.9).all()
+
+
+def test_the_smallest_level_takes_the_smallest_score():
+    calibration = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
+    new, y = torch.tensor([[0.95, 0.05], [0.7, 0.3]]), torch.tensor([0, 0, 1])
+    expected = torch.tensor([[True, False], [False, False]])
+    for level in (0.2, 1e-13):
+        assert torch.equal(conformal_sets(new, calibration, y, level), expected)
