@@ -106,7 +106,8 @@ def mclmc(
     Warns:
         NotMixedWarning: If the largest split R-hat of function values is above 1.1.
         NumDataWarning: If the model was told of another number of examples than the data have.
-        StuckChainWarning: If chains are left out because most of their steps failed.
+        StuckChainWarning: If chains are left out because most of their steps failed, or all trajectories
+            were rejected.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, fit
@@ -210,16 +211,14 @@ def _moving(chains: Chains, positions: Tensor) -> Tensor:
     has_changed = (positions != positions[:, :1]).flatten(1).any(1)
     is_moving = (2 * chains.num_moved >= chains.num_steps) & has_changed
     num_stuck = int((~is_moving).sum())
+    reason = (
+        "since the energy changed without bound in most of their steps, or all of their trajectories "
+        "were rejected. Raise `num_warmup`, lower `energy_variance`, or sample in double precision."
+    )
     if num_stuck == len(is_moving):
-        raise RuntimeError(
-            "No chain has moved: the energy changed without bound in most steps. Raise `num_warmup`, or "
-            "sample in double precision."
-        )
+        raise RuntimeError(f"No chain has moved, {reason}")
     if num_stuck:
         warn_user(
-            f"{num_stuck} of {len(is_moving)} chains are left out, since the energy changed without "
-            "bound in most of their steps. Raise `num_warmup`, lower `energy_variance`, or sample in "
-            "double precision.",
-            StuckChainWarning,
+            f"{num_stuck} of {len(is_moving)} chains are left out, {reason}", StuckChainWarning
         )
     return is_moving

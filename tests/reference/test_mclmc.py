@@ -1,6 +1,7 @@
 """Microcanonical Langevin sampling."""
 
 import sys
+from types import SimpleNamespace
 
 import arviz as az
 import numpy as np
@@ -22,6 +23,7 @@ from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.chains import Chains, _kick, gradients_of
 from pyro_structvi.reference.draws import bulk_ess
 from pyro_structvi.reference.log_joint import LogJoint
+from pyro_structvi.reference.mclmc import _moving
 from tests.conjugate import full_guide
 from tests.infer.compiled_steps import compiles
 from tests.models import make_regressor, regression_data
@@ -271,6 +273,19 @@ def test_a_chain_that_cannot_move_is_left_out(monkeypatch):
     rows = [True] * 3
     with pytest.raises(RuntimeError, match="no chain can move"):
         sample(model, guide, data, **options)
+
+
+def test_chains_whose_trajectories_are_all_rejected_are_named():
+    chains = SimpleNamespace(num_moved=torch.tensor([5, 5]), num_steps=5)
+    positions = torch.stack([torch.zeros(5, 3), torch.randn(5, 3)])
+    with pytest.warns(
+        ps.reference.StuckChainWarning, match=r"1 of 2 .*rejected.*`energy_variance`"
+    ):
+        assert _moving(chains, positions).tolist() == [False, True]
+    with pytest.raises(
+        RuntimeError, match=r"No chain has moved.*rejected.*lower `energy_variance`"
+    ):
+        _moving(chains, torch.zeros(2, 5, 3))
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
