@@ -10,9 +10,11 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import take_apart
+from pyro_structvi._torch import kernels_for_vmap, take_apart
 from pyro_structvi.posterior.runs import sample_nodes
+from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
+from pyro_structvi.sites.site_posterior import in_one_pass
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 
@@ -187,6 +189,13 @@ class LogJoint:
         with pyro.validation_enabled(False):
             log_joint: Tensor = self._trace(values).log_prob_sum()
         return log_joint + jacobian + given
+
+    def functions_of(self, positions: Tensor) -> tuple[Tensor]:
+        """Return a tuple of function values at several coordinates ``(C, D)``, ``(C, F)``."""
+        with kernels_for_vmap(positions):
+            found = in_one_pass(self.functions_at, positions, modules_of(self._model))
+        # Recurrent layers run under vmap only where a gradient is taken.
+        return (torch.stack([*map(self.functions_at, positions)]) if found is None else found,)
 
     def functions_at(self, coordinates: Tensor) -> Tensor:
         """Return some function values at the data, ``(F,)``: the numbers that the model returns.

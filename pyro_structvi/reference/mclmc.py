@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn_user
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi._torch import kernels_for_vmap, parts_kept
+from pyro_structvi._torch import parts_kept
 from pyro_structvi.infer.batches import TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.posterior.runs import evaluation_mode
@@ -178,12 +178,7 @@ def _as_draws(
     each = by_name.pop("position")  # (chain, draw, D)
     values, _, given = vmap(vmap(target.values_at))(each)
     by_name["lp"] = by_name["lp"] - given
-
-    def functions_of(positions: Tensor) -> tuple[Tensor]:
-        with kernels_for_vmap(positions):
-            return (vmap(target.functions_at)(positions),)
-
-    run = without_python(functions_of, each[:, 0], len(kept), compiled=False)
+    run = without_python(target.functions_of, each[:, 0], len(kept), compiled=False)
     functions = torch.stack([run(draw)[0] for draw in each.unbind(1)], 1)  # (chain, draw, F)
     seconds = time.perf_counter() - start
     convergence = convergence_of([functions], values.values(), len(each))

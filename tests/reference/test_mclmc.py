@@ -213,33 +213,6 @@ def test_convergence_is_that_of_function_values_at_the_data(monkeypatch):
     torch.testing.assert_close(few, whole[::3])
 
 
-@pytest.mark.parametrize("kind", ["observations", "nothing", "factor", "no observations"])
-def test_densities_stand_in_for_functions_that_a_model_does_not_return(kind):
-    """Observations are constants, classes have no mean, and a factor has no distribution."""
-    labels = torch.randint(3, (20,))
-
-    def model(y):
-        logits = pyro.sample("logits", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        if kind == "factor":
-            pyro.factor("factor", logits[labels])
-        if kind in ("factor", "no observations"):
-            return None
-        with pyro.plate("examples", 20):
-            observed = pyro.sample("y", dist.Categorical(logits=logits), obs=labels.to(y))
-        return observed if kind == "observations" else None
-
-    data = (torch.zeros(20),)
-    guide = ps.MeanFieldGuide(model)
-    guide.initialize(*data)
-    target, at = LogJoint(model, guide, data), torch.randn(2, 3)
-    found = torch.func.vmap(target.functions_at)(at)
-    logits = torch.func.vmap(target.values_at)(at)[0]["logits"]
-    of_factor = logits[:, labels]
-    expected = {"factor": of_factor, "no observations": logits}
-    log_probs = of_factor - logits.logsumexp(-1, keepdim=True)
-    torch.testing.assert_close(found, expected.get(kind, log_probs), rtol=1e-12, atol=0.0)
-
-
 def stuck(gradients, start, rows):
     """Return a density with a wall around the starting points of some rows."""
 
