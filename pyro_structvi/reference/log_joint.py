@@ -114,8 +114,8 @@ def _check_supports(latent: Mapping[str, Any], other: Mapping[str, Any]) -> None
     """Raise a ``ValueError`` if the support of a site differs between two runs of a model."""
     for name, node in latent.items():
         first, second = (bijection_onto(run[name]["fn"].support) for run in (latent, other))
-        unconstrained = first.inv(node["value"])
-        if not torch.equal(first(unconstrained), second(unconstrained)):
+        one = torch.ones_like(first.inv(node["value"]))
+        if not torch.equal(first(one), second(one)):
             raise ValueError(
                 f"The support of the site '{name}' of `model` must be the same in each pass, but "
                 "depends on other sites. Sample it on a fixed support, such as a share from "
