@@ -12,6 +12,7 @@ from joblib import parallel_backend
 from pyro.distributions.torch import Independent
 from pyro.infer.autoguide import AutoNormal
 from scipy.stats import norm, t
+from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.exceptions import NotFittedError
@@ -185,6 +186,17 @@ def test_a_fit_that_fails_leaves_the_one_before(table, make, targets, monkeypatc
         estimator.fit(5 * inputs[:, :2], np.where(high, *targets))
     assert vars(estimator) == attributes
     np.testing.assert_array_equal(estimator.predict(inputs), expected)
+
+
+def test_predictions_are_arrays_with_transformers_of_data_frames(table):
+    """Scalings inside of an estimator followed ``transform_output``, and a fit was an error."""
+    estimator = BayesianMLPRegressor((4,), **POINT)
+    expected = estimator.fit(*table).predict(table[0])
+    with config_context(transform_output="pandas"):
+        found = estimator.fit(*table).predict(table[0])
+        densities = estimator.log_density(*table)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(densities, estimator.log_density(*table))
 
 
 def test_options_are_numbers_of_numpy_too(table):

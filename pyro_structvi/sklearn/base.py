@@ -126,7 +126,7 @@ class BayesianMLP(BaseEstimator):
     ) -> tuple[Tensor, ...]:
         """Fit the guide, or the points that chains and mixtures start at, and return scaled data."""
         torch.manual_seed(seed)
-        self.x_scaler_ = StandardScaler().fit(inputs, sample_weight=weights)
+        self.x_scaler_ = scaler_of(inputs, weights)
         data = self._as_data(inputs, targets, weights)
         net = self._net(inputs.shape[1], num_outputs).to(self.device)
         self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
@@ -349,6 +349,11 @@ def all_or_nothing(fit: F) -> F:
 def _weighted_log_density(weights: Tensor, prediction: Prediction, y: Tensor) -> float:
     assert prediction.log_density is not None
     return float(weights @ prediction.log_density / weights.sum())
+
+
+def scaler_of(columns: Array, weights: Array | None) -> StandardScaler:
+    """Return the scaling of columns, to arrays whatever scikit-learn's ``transform_output`` is."""
+    return StandardScaler().set_output(transform="default").fit(columns, sample_weight=weights)
 
 
 def to_numpy(values: Tensor | None) -> Array:

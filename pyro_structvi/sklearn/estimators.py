@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from sklearn.base import ClassifierMixin, RegressorMixin
-from sklearn.preprocessing import LabelEncoder, StandardScaler
+from sklearn.preprocessing import LabelEncoder
 from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
@@ -26,6 +26,7 @@ from pyro_structvi.sklearn.base import (
     BayesianMLP,
     all_or_nothing,
     as_weights,
+    scaler_of,
     to_numpy,
     with_weight,
 )
@@ -121,7 +122,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         weights = as_weights(sample_weight, inputs)
         inputs, targets, weights = with_weight(inputs, targets, weights)
         column = np.asarray(targets, dtype=np.float64).reshape(-1, 1)
-        self.y_scaler_ = StandardScaler().fit(column, sample_weight=weights)
+        self.y_scaler_ = scaler_of(column, weights)
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
