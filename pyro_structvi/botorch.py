@@ -220,7 +220,9 @@ class StructuredModel(EnsembleModel):
         check_shape("X", X, (len(X), x.shape[-1]), "that of new inputs")
         check_shape("Y", Y, (len(X), y.shape[-1]), "that of new outcomes")
         data = torch.cat([x, X]), torch.cat([y, Y])
-        inputs, outcomes = self.transform_inputs(data[0]), data[1]
+        inputs, outcomes = data
+        if hasattr(self, "input_transform"):  # some transforms are for predictions alone
+            inputs = self.input_transform.preprocess_transform(inputs)
         if hasattr(self, "outcome_transform"):
             outcomes, _ = self.outcome_transform(outcomes, X=data[0])
         model, guide = deepcopy((self.model, self.guide))

@@ -11,6 +11,7 @@ from botorch.acquisition import PosteriorMean, qSimpleRegret
 from botorch.acquisition.logei import qLogExpectedImprovement
 from botorch.models import SingleTaskGP
 from botorch.models.transforms import Normalize, Standardize
+from botorch.models.transforms.input import InputPerturbation
 from botorch.optim import optimize_acqf
 from botorch.sampling.index_sampler import IndexSampler
 
@@ -165,6 +166,20 @@ def test_transforms_are_applied_to_inputs_and_undone_for_outcomes():
     assert torch.equal(other.data[0], torch.cat([x, 20 * new]))
     assert torch.equal(normalize.bounds, before)
     assert other.input_transform is not normalize
+
+
+def test_a_transform_of_predictions_alone_is_not_applied_to_the_data():
+    """Conditioning took four perturbed copies of each input, whose number was not the outcomes'."""
+    plain = make()
+    perturbation = InputPerturbation(0.1 * torch.randn(4, 2)).eval()
+    model = StructuredModel(plain.model, plain.guide, plain.data, input_transform=perturbation)
+    new, options = (torch.rand(3, 2), torch.rand(3, 1)), {"num_steps": 2, "compiled": False}
+    found = []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        found.append(each.condition_on_observations(*new, **options).guide.state_dict())
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert model.posterior(new[0]).mean.shape == (12, 1)
 
 
 @pytest.mark.parametrize("make_guide", [ps.MatrixNormalGuide, ps.EnsembleGuide])
