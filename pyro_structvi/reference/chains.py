@@ -1,7 +1,6 @@
 """Microcanonical Langevin chains."""
 
 import math
-import timeit
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,6 +21,10 @@ GROWTH = 1.02  # of a step size that a failed step has halved
 # The energy's change in a step that is not taken, in nats, and in target standard deviations besides.
 LARGEST_CHANGE, LARGEST_DEVIATION = 1000.0, 30.0
 WORTH_COMPILING = 60.0  # seconds of gradients to come
+OPERATION, ELEMENT = (
+    2e-6,
+    5e-10,
+)  # about the seconds of an operation and of an element of its result
 REFLECTED = 0.1931833275037836  # of a step: the minimal-norm integrator's first kick
 
 Compiled = Literal["auto", True, False]
@@ -197,18 +200,14 @@ def without_python(
     function: Callable[[Tensor], Any], example: Tensor, num_calls: int, compiled: Compiled
 ) -> Callable[[Tensor], Any]:
     """Return a function to a tuple of tensors as its recorded operations, or as it is if it has none."""
-
-    def seconds() -> float:
-        return min(timeit.repeat(lambda: record([example]), repeat=4, number=1))
-
     record: Any = None
     try:
         record = Record(function, [example])
-        replayed = seconds()
-        if compiled is True or (compiled == "auto" and num_calls * replayed > WORTH_COMPILING):
+        # Measured times would make the rounding of draws depend on what else the computer does.
+        seconds = OPERATION * len(record.operations) + ELEMENT * record.num_elements
+        if compiled is True or (compiled == "auto" and num_calls * seconds > WORTH_COMPILING):
             record.compile("inductor", [example])
-            if compiled == "auto" and seconds() > replayed:
-                record.interpret()
+            record([example])  # an error of its first run is one of compiling
     except Exception as error:  # of a record, of inductor, or of a compiler for C++
         if compiled is True:
             raise RuntimeError(f"`model` cannot be compiled: {error}") from error

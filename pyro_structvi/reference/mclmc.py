@@ -84,7 +84,8 @@ def mclmc(
             A larger one explores more of a net's posterior before the draws.
         adjusted: Whether each trajectory is accepted or rejected, so that the posterior is exact.
         compiled: Whether inductor compiles the gradient, which needs a C++ compiler and changes
-            rounding. "auto" compiles it if the gradients to come take more than a minute without.
+            rounding. "auto" compiles it if the gradients to come take more than about a minute without,
+            by the number of their operations and elements.
         seed: Seed of the chains.
         progress: Whether to show a progress bar.
 

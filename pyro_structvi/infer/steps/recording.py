@@ -96,6 +96,7 @@ class _Recorder(_torch.DispatchMode):
         """Give a result its node: an earlier one if that has the same memory and layout."""
         if not isinstance(result, Tensor):
             return
+        node.meta["elements"] = result.numel()
         self.memory[node] = memory = _memory_of(result)
         # Inputs may share memory in this call only.
         if memory is not None and memory not in self._of_inputs:
@@ -266,6 +267,11 @@ class Record:
         """The operations of torch's dispatcher, in order."""
         targets = [node.target for node in self.graph.nodes if node.op == "call_function"]
         return [target for target in targets if target is not operator.getitem]
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of all results."""
+        return sum(node.meta.get("elements", 0) for node in self.graph.nodes)
 
     def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
         """Let a compiler fuse the operations; random numbers still come from torch's generators.
