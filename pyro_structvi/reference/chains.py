@@ -21,10 +21,7 @@ GROWTH = 1.02  # of a step size that a failed step has halved
 # The energy's change in a step that is not taken, in nats, and in target standard deviations besides.
 LARGEST_CHANGE, LARGEST_DEVIATION = 1000.0, 30.0
 WORTH_COMPILING = 60.0  # seconds of gradients to come
-OPERATION, ELEMENT = (
-    2e-6,
-    5e-10,
-)  # about the seconds of an operation and of an element of its result
+OPERATION, ELEMENT = 2e-6, 5e-10  # seconds of an operation and of an element, about
 REFLECTED = 0.1931833275037836  # of a step: the minimal-norm integrator's first kick
 
 Compiled = Literal["auto", True, False]
