@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pyro.nn import PyroModule
 from pyro.nn.module import _Context, _PyroModuleMeta
@@ -223,6 +224,8 @@ def site_values(net: PyroModule) -> Iterator[dict[str, Tensor]]:
 
 # ---- the param store ---------------------------------------------------------------------------------
 
+_MIRRORED: WeakValueDictionary[str, nn.Parameter] = WeakValueDictionary()
+
 
 def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     """Show a module's own parameter in Pyro's param store.
@@ -232,9 +235,17 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     stale = _PYRO_PARAM_STORE._params.get(name)
     if stale is not None and stale is not parameter:  # let go of a former guide's
         _PYRO_PARAM_STORE._param_to_name.pop(stale, None)
-    _PYRO_PARAM_STORE._params[name] = parameter
+    _PYRO_PARAM_STORE._params[name] = _MIRRORED[name] = parameter
     _PYRO_PARAM_STORE._constraints[name] = constraints.real
     _PYRO_PARAM_STORE._param_to_name[parameter] = name
+
+
+def was_loaded(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Pyro's store has another value for a parameter, which a user has put or loaded there."""
+    stored = stored_parameter(name)
+    if stored is None or stored is parameter or stored is _MIRRORED.get(name):
+        return False
+    return stored.shape != parameter.shape or bool((stored.to(parameter) != parameter).any())
 
 
 def show_parameters(module: PyroModule, attribute: str, value: nn.Parameter | nn.Module) -> None:
@@ -255,9 +266,11 @@ def show_parameters(module: PyroModule, attribute: str, value: nn.Parameter | nn
 
 
 def has_parameters(prefix: str) -> bool:
-    """Whether Pyro's param store has parameters whose names begin with a prefix."""
-    names = [*_PYRO_PARAM_STORE._params]  # which a guide may leave meanwhile that is collected
-    return any(name.startswith(prefix) for name in names)
+    """Whether Pyro's param store mirrors parameters whose names begin with a prefix."""
+    pairs = [
+        *_PYRO_PARAM_STORE._params.items()
+    ]  # which a guide may leave meanwhile that is collected
+    return any(name.startswith(prefix) and _MIRRORED.get(name) is own for name, own in pairs)
 
 
 def forget_parameters(prefix: str) -> None:

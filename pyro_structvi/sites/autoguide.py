@@ -17,7 +17,7 @@ from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, checked, naming, warn_user
-from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
+from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter, was_loaded
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.family import KEY, CreatePlates, InitLocFn, check_options
@@ -31,11 +31,22 @@ def declare_parameters(guide: nn.Module) -> None:
     """Declare the trainable parameters of a guide to Pyro, and mirror them in the param store.
 
     The entries of the store are removed with the guide.
+
+    Raises:
+        RuntimeError: If the store has other values, as after it was loaded. Nothing has changed then.
     """
+    mirror = not pyro.settings.get("module_local_params")
+    named = [*guide.named_parameters(_name_of(guide))]
+    if mirror and (loaded := [key for key, parameter in named if was_loaded(key, parameter)]):
+        raise RuntimeError(
+            f"Pyro's param store has another value than the guide for its parameter '{loaded[0]}', as "
+            "after `pyro.get_param_store().load(...)`. A guide owns its parameters: save "
+            "`guide.state_dict()`, and restore it by `guide.load_state_dict(...)`. To go on with the "
+            "values of the guide, call `pyro.clear_param_store()`."
+        )
     if not am_i_wrapped():
         return
-    mirror = not pyro.settings.get("module_local_params")
-    for key, parameter in guide.named_parameters(_name_of(guide)):
+    for key, parameter in named:
         if not parameter.requires_grad:
             continue
         parameter.__dict__["unconstrained"] = weakref.ref(parameter)

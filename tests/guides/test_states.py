@@ -5,6 +5,7 @@ import io
 from dataclasses import dataclass
 
 import pyro
+import pyro.poutine as poutine
 import pytest
 import torch
 from torch import Tensor, nn
@@ -325,3 +326,34 @@ def test_nothing_is_said_where_all_are_trained():
     guide = ps.MeanFieldGuide(model)
     guide.__deepcopy__({})
     guide.initialize(*data)
+
+
+def test_a_loaded_param_store_is_no_state_of_a_guide():
+    model, data, store = make_regressor(), regression_data(), pyro.get_param_store()
+    guide, elbo = ps.MeanFieldGuide(model), ps.StructuredELBO()
+    poutine.trace(guide).get_trace(*data)
+    saved = copy.deepcopy(store.get_state())
+    assert saved["params"]
+    store.set_state(copy.deepcopy(saved))
+    poutine.trace(guide).get_trace(*data)  # equal values
+    randomize(guide)
+    before = snapshot(guide)
+    store.set_state(saved)
+    for run in (poutine.trace(guide).get_trace, lambda *args: elbo.loss(model, guide, *args)):
+        with pytest.raises(RuntimeError, match=r"'MeanFieldGuide\.posteriors\..*load_state_dict"):
+            run(*data)
+    assert_unchanged(guide, before)
+    values = {name.partition(".")[2]: value for name, value in saved["params"].items()}
+    guide.load_state_dict(values, strict=False)
+    elbo.loss(model, guide, *data)
+    del guide, run
+    pyro.clear_param_store()
+    store.set_state(saved)  # as in another process
+    guide = randomize(ps.MeanFieldGuide(model))
+    with pytest.raises(RuntimeError, match="param store"):
+        pyro.infer.Predictive(model, guide=guide, num_samples=2)(*data)
+    pyro.clear_param_store()
+    poutine.trace(guide).get_trace(*data)
+    guide.load_state_dict(guide.state_dict(), assign=True)  # other parameters, which it may have
+    randomize(guide)
+    poutine.trace(guide).get_trace(*data)
