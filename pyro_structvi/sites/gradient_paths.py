@@ -231,8 +231,13 @@ class _ProbedWeight(WeightPlaceholder):
 
 
 def _is_in_second_half(size: int) -> Tensor:
-    """Divide rows by the Thue-Morse sequence, which divides pairs of neighbours and of equal halves."""
+    """Divide rows by the Thue-Morse sequence.
+
+    It divides pairs of neighbours, of equal halves, and of a row and its reflection.
+    """
     found = torch.zeros(1, dtype=torch.bool)
-    while len(found) < size:
+    while len(found) <= size:
         found = torch.cat([found, ~found])
-    return found[:size]
+    rows = found[:size]
+    # The first 4, 16, 64, ... entries are their own reflection.
+    return found[1 : size + 1] if torch.equal(rows, rows.flip(0)) else rows

@@ -182,6 +182,11 @@ def all_but_the_first(mean, y):
         pyro.sample("obs", dist.Normal(torch.cat([mean[:1], others]), 0.3), obs=y)
 
 
+def reflected(mean, y):
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.Normal(mean + mean.flip(0), 0.3), obs=y)
+
+
 def one_task(mean, y):
     with pyro.plate("tasks", 1, dim=-2), pyro.plate("data", len(y), dim=-1):
         pyro.sample("obs", dist.Normal(mean - mean.mean(), 0.3), obs=y)
@@ -216,7 +221,7 @@ def observe(likelihood, local_reparam):
         likelihood(nn.functional.linear(x, weight).squeeze(-1), y)
 
     torch.manual_seed(0)
-    x, y = 2 + 0.3 * torch.randn(6, 3), torch.randn(6)
+    x, y = 2 + 0.3 * torch.randn(4, 3), torch.randn(4)
     guide = ps.MeanFieldGuide(model, init_scale=0.5, local_reparam=local_reparam)
     guide.initialize(x, y)
     torch.manual_seed(1)
@@ -225,7 +230,7 @@ def observe(likelihood, local_reparam):
 
 
 TOGETHER = [shared_noise, centered, penalized, kernel, following, all_but_the_first, one_task]
-TOGETHER += [latent_field, latent_sum]
+TOGETHER += [latent_field, latent_sum, reflected]
 
 
 @pytest.mark.parametrize("likelihood", TOGETHER)
