@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -126,6 +127,8 @@ class _Probe(ValuesWithoutDraws):
         is_latent = not (is_observation or msg["is_observed"] or site_is_subsample(msg))
         if is_observation or (is_latent and may_depend(msg["fn"])):
             log_prob = _log_prob(msg["fn"], value).nan_to_num()
+            # Which examples count, and how much, may depend on the others.
+            log_prob = scale_and_mask(log_prob, msg["scale"], msg["mask"])
             self.log_probs[name] = log_prob.flatten()
         if is_observation:
             self.observed.append(name)

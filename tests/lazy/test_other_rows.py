@@ -4,6 +4,7 @@ import random
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -187,6 +188,22 @@ def reflected(mean, y):
         pyro.sample("obs", dist.Normal(mean + mean.flip(0), 0.3), obs=y)
 
 
+def masked_by_all(mean, y):
+    distance = (mean - y).abs().detach()
+    with pyro.plate("data", len(y)), poutine.mask(mask=distance <= distance.mean()):
+        pyro.sample("obs", dist.Normal(mean, 0.3), obs=y)
+
+
+def scaled_by_all(mean, y):
+    with pyro.plate("data", len(y)), poutine.scale(scale=mean.detach().softmax(0)):
+        pyro.sample("obs", dist.Normal(mean, 0.3), obs=y)
+
+
+def masked_by_itself(mean, y):
+    with pyro.plate("data", len(y)), poutine.mask(mask=mean.detach() < 2):
+        pyro.sample("obs", dist.Normal(mean, 0.3), obs=y)
+
+
 def one_task(mean, y):
     with pyro.plate("tasks", 1, dim=-2), pyro.plate("data", len(y), dim=-1):
         pyro.sample("obs", dist.Normal(mean - mean.mean(), 0.3), obs=y)
@@ -230,7 +247,7 @@ def observe(likelihood, local_reparam):
 
 
 TOGETHER = [shared_noise, centered, penalized, kernel, following, all_but_the_first, one_task]
-TOGETHER += [latent_field, latent_sum, reflected]
+TOGETHER += [latent_field, latent_sum, reflected, masked_by_all, scaled_by_all]
 
 
 @pytest.mark.parametrize("likelihood", TOGETHER)
@@ -239,7 +256,7 @@ def test_a_likelihood_of_several_examples_together_has_a_drawn_weight(likelihood
     assert observe(likelihood, local_reparam)[0] == observe(likelihood, False)[0]
 
 
-@pytest.mark.parametrize("likelihood", [summed, latents_of_examples])
+@pytest.mark.parametrize("likelihood", [summed, latents_of_examples, masked_by_itself])
 def test_a_sum_over_examples_has_drawn_outputs(likelihood):
     assert observe(likelihood, "exact")[1]
 
