@@ -121,8 +121,9 @@ class _Probe(ValuesWithoutDraws):
         self._leaves: dict[int, str] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        value = self.values.setdefault(name, msg["value"].detach())
+        name, value = msg["name"], msg["value"]
+        if not msg["is_observed"]:  # an observation may depend on weights, such as a residual
+            value = self.values.setdefault(name, value.detach())
         is_observation = SiteRole.of(msg).is_observation
         is_latent = not (is_observation or msg["is_observed"] or site_is_subsample(msg))
         if is_observation or (is_latent and may_depend(msg["fn"])):

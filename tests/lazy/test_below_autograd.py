@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,6 +120,25 @@ def test_a_weight_that_no_gradient_leads_to_is_refused(layer, sites, local_repar
             guide(*regression_data())
     _, guide = make(Detached, prior={"2.weight": None, "*": 1.0})
     guide(*regression_data())
+
+
+@pytest.mark.parametrize("product", [F.linear, Product.apply, lambda x, w: F.linear(x, w.detach())])
+def test_an_observation_may_be_what_depends_on_a_weight(product):
+    def model(x, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        pyro.sample(
+            "obs", dist.Normal(torch.zeros(12, 1), 0.3).to_event(2), obs=y - product(x, weight)
+        )
+
+    guide = ps.MeanFieldGuide(model)
+    if product in (F.linear, Product.apply):
+        guide.initialize(*regression_data())
+        assert guide.uses["weight"].allows_outputs == (product is F.linear)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"depend on the sites \['weight'\], and no gradient"
+        ):
+            guide.initialize(*regression_data())
 
 
 class Skipping(nn.Linear):

@@ -188,6 +188,11 @@ def reflected(mean, y):
         pyro.sample("obs", dist.Normal(mean + mean.flip(0), 0.3), obs=y)
 
 
+def residuals(mean, y):
+    own = y - mean + mean.mean()
+    pyro.sample("obs", dist.Normal(torch.zeros_like(y), 0.3).to_event(1), obs=own)
+
+
 def masked_by_all(mean, y):
     distance = (mean - y).abs().detach()
     with pyro.plate("data", len(y)), poutine.mask(mask=distance <= distance.mean()):
@@ -247,7 +252,7 @@ def observe(likelihood, local_reparam):
 
 
 TOGETHER = [shared_noise, centered, penalized, kernel, following, all_but_the_first, one_task]
-TOGETHER += [latent_field, latent_sum, reflected, masked_by_all, scaled_by_all]
+TOGETHER += [latent_field, latent_sum, reflected, residuals, masked_by_all, scaled_by_all]
 
 
 @pytest.mark.parametrize("likelihood", TOGETHER)
