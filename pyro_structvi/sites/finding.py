@@ -44,6 +44,7 @@ from pyro_structvi.weights.torch_distributions import (
     example_of,
     feasible_point,
     is_positive,
+    log_density,
     median,
 )
 
@@ -310,6 +311,7 @@ class _SiteRecorder(ValuesWithoutDraws):
             self.observed_plates.update(frame.name for frame in frames)
             self.num_examples.update(frame.size for frame in frames)
             self.num_examples.update(msg["fn"].batch_shape[:1])
+            log_density(msg["fn"], msg["value"])  # which may use a weight, as `obs=weight` does
         if SiteRole.of(msg).is_observation or msg["is_observed"]:
             return
         value: Tensor = msg["value"]

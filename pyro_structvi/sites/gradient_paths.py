@@ -20,7 +20,7 @@ from pyro_structvi.sites.finding import (
 )
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
-from pyro_structvi.weights.torch_distributions import may_depend
+from pyro_structvi.weights.torch_distributions import log_density, may_depend
 
 _ROUNDING = 1000  # units of the last digit, by which sums over examples may differ
 
@@ -127,7 +127,7 @@ class _Probe(ValuesWithoutDraws):
         is_observation = SiteRole.of(msg).is_observation
         is_latent = not (is_observation or msg["is_observed"] or site_is_subsample(msg))
         if is_observation or (is_latent and may_depend(msg["fn"])):
-            log_prob = _log_prob(msg["fn"], value).nan_to_num()
+            log_prob = log_density(msg["fn"], value).nan_to_num()
             # Which examples count, and how much, may depend on the others.
             log_prob = scale_and_mask(log_prob, msg["scale"], msg["mask"])
             self.log_probs[name] = log_prob.flatten()
@@ -184,16 +184,6 @@ class _Probe(ValuesWithoutDraws):
         sizes = torch.stack([each.flat.abs() for each in (self, *halves, both)]).amax(0)
         excess = first + second - self.flat - both.flat
         return bool((excess.abs() <= rounding * sizes).all())  # not where it is NaN
-
-
-def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
-    """Return log densities; invalid values are replaced, since the first step refuses them."""
-    try:
-        is_possible = bool(likelihood.support.check(value).all())
-    except NotImplementedError:
-        is_possible = True
-    log_prob: Tensor = likelihood.log_prob(value if is_possible else likelihood.sample())
-    return log_prob
 
 
 class _ProbedWeight(WeightPlaceholder):

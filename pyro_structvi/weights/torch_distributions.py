@@ -143,6 +143,16 @@ def may_depend(distribution: Any) -> bool:
     return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
+def log_density(distribution: Any, value: Tensor) -> Tensor:
+    """Return log densities, of a sample in place of a value outside of the support."""
+    try:
+        is_possible = bool(distribution.support.check(value).all())
+    except NotImplementedError:
+        is_possible = True
+    log_prob: Tensor = distribution.log_prob(value if is_possible else distribution.sample())
+    return log_prob
+
+
 def in_single(distribution: Any) -> Any:
     """Return a distribution with half-precision tensors in single, so that sums are not rounded."""
     # An eager step calls it for all its distributions, which are seldom in half precision.

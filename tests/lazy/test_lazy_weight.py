@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pyro_structvi import MeanFieldGuide, StructuredELBO
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.sites.finding import CountedWeight
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
@@ -254,6 +255,35 @@ def test_uses_are_counted():
     assert (weight.shape, weight.dtype, weight.device) == (value.shape, value.dtype, value.device)
     assert torch.equal(F.linear(x, weight), F.linear(x, value))
     assert is_ordinary(weight + 0)
+
+
+@pytest.mark.parametrize(
+    "use_in_density",
+    [
+        lambda w: (dist.Normal(torch.ones(OUT, IN), 1.0), w),
+        lambda w: (dist.Cauchy(torch.zeros(OUT, IN), 1.0).expand_by([]), w.t().t()),
+        lambda w: (
+            dist.TransformedDistribution(
+                dist.Normal(torch.zeros(OUT, IN), 1.0), [dist.transforms.AffineTransform(w, 1.0)]
+            ),
+            torch.ones(OUT, IN),
+        ),
+    ],
+)
+def test_a_use_by_a_density_counts(use_in_density):
+    def model():
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(OUT, IN), 1.0).to_event(2))
+        pyro.factor("layer", -F.linear(torch.ones(5, IN), weight).square().sum())
+        likelihood, value = use_in_density(weight)
+        pyro.sample("obs", likelihood.to_event(2), obs=value)
+
+    losses = []
+    for local_reparam in (True, False):
+        torch.manual_seed(0)
+        guide = MeanFieldGuide(model, init_scale=0.5, local_reparam=local_reparam)
+        losses.append(StructuredELBO().loss(model, guide))
+    assert guide.uses["weight"].count > 1
+    assert losses[0] == losses[1]
 
 
 def test_a_draw_first_seen_without_gradients_has_them_all_the_same():
