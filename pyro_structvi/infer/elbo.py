@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from pyro.infer import ELBO
 from pyro.infer.util import is_validation_enabled, torch_item
-from pyro.poutine.util import prune_subsample_sites
+from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from pyro.util import check_model_guide_match
 from torch import Tensor
 
@@ -279,9 +279,21 @@ class StructuredELBO(ELBO):
             guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         replayed = poutine.replay(model, trace=guide_trace)
         model_trace = poutine.trace(replayed).get_trace(*args, **kwargs)
+        _check_plates(model_trace)
         if is_validation_enabled():
             check_model_guide_match(model_trace, guide_trace, self.max_plate_nesting)
         return prune_subsample_sites(model_trace), prune_subsample_sites(guide_trace)
+
+
+def _check_plates(model_trace: Any) -> None:
+    """Raise a ``ValueError`` for a plate of the model with the examples of a larger one of the guide."""
+    for name, site in model_trace.nodes.items():
+        if site_is_subsample(site) and len(site["value"]) > site["fn"].size:
+            raise ValueError(
+                f"The plate '{name}' has size {site['fn'].size} in the model, and the guide has "
+                f"{len(site['value'])} examples in it. Make a new guide for other sizes; for "
+                "mini-batches give the plate the size of all data, and `create_plates` to the guide."
+            )
 
 
 def _run_together(run: Callable[[Any], ELBOTerms], numbers: Any) -> ELBOTerms:

@@ -388,3 +388,16 @@ def test_each_draw_from_the_exact_posterior_has_the_evidence(name):
         weights = Importance(model, guide, num_samples=3).run(*data)
     assert_close(weights.get_log_normalizer(), evidence)
     assert_close(weights.get_ESS(), torch.tensor(3.0))
+
+
+def test_a_plate_of_one_example_does_not_take_the_latents_of_several():
+    """One observation broadcasts to all latents, in silence."""
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 0.5), obs=x)
+
+    guide, elbo = ps.MeanFieldGuide(model), ps.StructuredELBO()
+    elbo.loss(model, guide, torch.zeros(6))
+    with pytest.raises(ValueError, match=r"plate 'data' has size 1 .* guide has 6"):
+        elbo.loss(model, guide, torch.zeros(1))
