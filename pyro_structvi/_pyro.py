@@ -240,12 +240,10 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     _PYRO_PARAM_STORE._param_to_name[parameter] = name
 
 
-def was_loaded(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Pyro's store has another value for a parameter, which a user has put or loaded there."""
+def loaded_parameter(name: str) -> Tensor | None:
+    """Return what a user has put or loaded into Pyro's store under a name; None if nothing."""
     stored = stored_parameter(name)
-    if stored is None or stored is parameter or stored is _MIRRORED.get(name):
-        return False
-    return stored.shape != parameter.shape or bool((stored.to(parameter) != parameter).any())
+    return None if stored is _MIRRORED.get(name) else stored
 
 
 def show_parameters(module: PyroModule, attribute: str, value: nn.Parameter | nn.Module) -> None:

@@ -17,7 +17,12 @@ from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, checked, naming, warn_user
-from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter, was_loaded
+from pyro_structvi._pyro import (
+    forget_parameters,
+    has_parameters,
+    loaded_parameter,
+    mirror_parameter,
+)
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.family import KEY, CreatePlates, InitLocFn, check_options
@@ -37,13 +42,15 @@ def declare_parameters(guide: nn.Module) -> None:
     """
     mirror = not pyro.settings.get("module_local_params")
     named = [*guide.named_parameters(_name_of(guide))]
-    if mirror and (loaded := [key for key, parameter in named if was_loaded(key, parameter)]):
-        raise RuntimeError(
-            f"Pyro's param store has another value than the guide for its parameter '{loaded[0]}', as "
-            "after `pyro.get_param_store().load(...)`. A guide owns its parameters: save "
-            "`guide.state_dict()`, and restore it by `guide.load_state_dict(...)`. To go on with the "
-            "values of the guide, call `pyro.clear_param_store()`."
-        )
+    for key, parameter in named if mirror else ():
+        loaded = loaded_parameter(key)
+        if loaded is not None and not _is_equal(loaded, parameter):
+            raise RuntimeError(
+                f"Pyro's param store has another value than the guide for its parameter '{key}', as "
+                "after `pyro.get_param_store().load(...)`. A guide owns its parameters: save "
+                "`guide.state_dict()`, and restore it by `guide.load_state_dict(...)`. To go on with "
+                "the values of the guide, call `pyro.clear_param_store()`."
+            )
     if not am_i_wrapped():
         return
     for key, parameter in named:
@@ -53,6 +60,10 @@ def declare_parameters(guide: nn.Module) -> None:
         if mirror:
             mirror_parameter(key, parameter)
         _declare(parameter, name=key)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and bool((one.to(other) == other).all()))
 
 
 _declare = effectful(lambda parameter: parameter, type="param")
