@@ -64,6 +64,13 @@ def test_couplings_do_not_depend_on_the_place_of_patterns(family):
         assert all(torch.equal(again[name], value) for name, value in together.items())
 
 
+@pytest.mark.parametrize("name", ["shared", "subnetwork"])
+def test_a_net_has_the_medians_of_sites_that_are_drawn_together(name):
+    guide = ps.StructuredGuide(three_layers(), {"*": COUPLED[name]})
+    values = dict(guide.to_net().named_parameters(prefix="net"))
+    close(values, guide.median(), rtol=0, atol=0)
+
+
 def test_a_layer_that_a_pass_skips_comes_back_with_its_part():
     class Net(nn.Module):
         def __init__(self):

@@ -313,7 +313,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def is_mixture(self) -> bool:
-        return getattr(self.inducing, "is_mixture", False)
+        return getattr(self._inducing, "is_mixture", False)
 
     @grad_cached_property
     def bases(self) -> MatheronBases:
