@@ -433,9 +433,11 @@ def _make_guide(name: str, model: Any, options: dict[str, Any]) -> StructuredGui
 
 def _make_family(name: str, options: dict[str, Any]) -> Family:
     found = [kind for kind in _subclasses(Family) if kind.__name__ == name]
-    # A class of this package comes first, and wins over the user's class with its name.
+    found = [kind for kind in found if options.keys() <= {each.name for each in fields(kind)}][::-1]
+    # A class of this package wins over the user's classes with its name, and of these the last one, as
+    # of a notebook's cell that ran twice.
     found.sort(key=lambda kind: not kind.__module__.startswith(f"{KEY}."))
-    if not found or not options.keys() <= {each.name for each in fields(found[0])}:
+    if not found:
         raise ValueError(
             f"The file has the family {name}({', '.join(options)}), which is unknown here. Import the "
             "module that defines it, or read the file with the version that wrote it."

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pyro
 import pyro.distributions as dist
@@ -255,6 +255,14 @@ def test_families_of_the_package_win_over_others_of_their_names(tmp_path):
     OtherMeanField.__name__, model = "MeanField", make_model()
     ps.save(tmp_path / "file", model, ps.MeanFieldGuide(model))
     assert type(ps.load(tmp_path / "file", model)["net.0.weight"].family) is MeanField
+
+
+def test_a_family_is_the_last_class_of_its_name(tmp_path):
+    """As of a notebook's cell that ran twice."""
+    _, kind = (dataclass(frozen=True)(type("Twice", (MeanField,), {})) for _ in range(2))
+    model, path = make_regressor(), tmp_path / "posterior.safetensors"
+    ps.save(path, model, ps.StructuredGuide(model, {"*": kind()}))
+    assert type(ps.load(path, make_regressor()).families["*"]) is kind
 
 
 def options_of(guide):
