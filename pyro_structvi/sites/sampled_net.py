@@ -49,7 +49,7 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
             f"{brief(model)} with {len(found)} of them. Make the guide of a `Classifier`, a `Regressor` "
             "or a module around one net."
         )
-    if draw is None and (self.num_members > 1 or _has_members(self)):
+    if draw is None and (self.num_members > 1 or has_members(self)):
         raise ValueError(
             "`draw` must be given for a mixture or an ensemble: the average of its members' weights is "
             "no net of the posterior. Write `guide.to_net(guide.draw())`, or for a mixture "
@@ -69,7 +69,7 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     return copied
 
 
-def _has_members(guide: Any) -> bool:
+def has_members(guide: Any) -> bool:
     """Whether the posterior of a site is an ensemble."""
     return any(getattr(each(), "is_mixture", False) for each in guide.all_posteriors())
 

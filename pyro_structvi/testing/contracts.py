@@ -1,7 +1,7 @@
 """Rules of a contract with expected and found values, and copies of objects with other tensors."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,6 +15,7 @@ from pyro_structvi.testing.noise import assert_mean
 from pyro_structvi.weights.arguments import orthogonal
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+STEP = 1e-5  # of finite differences
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,21 @@ class Contract:
                 if not mine.any():
                     name += ", which is zero, as of a result that is detached"
                 Contract(self.owner).close(name, leaf.along(mine), leaf.along(right))
+
+    def slopes(self, numbers: Callable[[float], dict[str, Tensor]], ways: Sequence[Tensor]) -> None:
+        """Compare gradients with finite differences of results at the leaves plus a step along ways."""
+        values = [leaf.value for leaf in self.leaves]
+        ahead, behind = numbers(STEP), numbers(-STEP)
+        for name, number in numbers(0.0).items():
+            probe = torch.randn_like(number)
+            with_graph = number + 0 * values[0].sum()
+            found = torch.autograd.grad(
+                with_graph, values, probe, retain_graph=True, materialize_grads=True
+            )
+            slope = torch.stack([(a * b).sum() for a, b in zip(ways, found, strict=True)]).sum()
+            expected = (probe * (ahead[name] - behind[name])).sum() / (2 * STEP)
+            rule = f"the gradient of `{name}` is its derivative"
+            Contract(self.owner, dtype=torch.float32).close(rule, slope, expected)
 
     def mean_of(self, rule: str, draws: Tensor, expected: Tensor) -> None:
         """Raise unless independent numbers ``(n, ...)`` have a mean, up to their standard error."""

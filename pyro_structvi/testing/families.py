@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +16,11 @@ from pyro_structvi.nn.conversion import bayesianize
 from pyro_structvi.nn.regressors import Regressor
 from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.site_posterior import couple
+from pyro_structvi.sites.sampled_net import has_members
+from pyro_structvi.sites.site_posterior import couple, median_of
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.points import PointEstimate
-from pyro_structvi.testing.contracts import Contract, Leaf, fixed_seed
+from pyro_structvi.testing.contracts import Contract, Leaf, fixed_seed, tensors_of
 from pyro_structvi.testing.guides import check_state, differences, elbo_gradients
 from pyro_structvi.testing.weights import MANY, check_density, linear
 from pyro_structvi.weights.arguments import check_declared
@@ -27,6 +28,7 @@ from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 SCALE = 0.3  # standard deviations at the start
 STARTS = 200
+NEAR = 0.05  # relative error of a center
 WEIGHT = "net.weight"
 
 
@@ -42,9 +44,10 @@ def check_family(
     """Check that a family obeys the contract of ``Family`` on a weight of a linear layer.
 
     The checks cover equality, ``repr`` and copies; refused options; the sites that ``fits`` accepts,
-    such as filters and positive matrices; the starting values of ``init`` with memory, dtype, device and
-    ``init_scale``; gradients of all parameters; and state dicts. The density is compared with draws
-    where the distribution is not a ``WeightDistribution``, which :func:`check_distribution` checks.
+    such as filters and positive matrices; the starting values of ``init`` with memory, dtype, device,
+    center and ``init_scale``; gradients of all parameters; and state dicts. The density is compared
+    with draws where the distribution is no ``WeightDistribution``, which :func:`check_distribution`
+    checks.
 
     Args:
         family: The family.
@@ -71,12 +74,15 @@ def check_family(
         with contract.part("sites"):
             _check_sites(contract, family, size)
         with contract.part("starting values"):
-            _check_start(contract, family, _guide(family, _model(size))[WEIGHT].site)
-            _check_scale(contract, family, size, start_tolerance, points)
+            site = _guide(family, _model(size))[WEIGHT].site
+            _check_start(contract, family, site)
+            start = partial(_start_at, family, site)
+            if _is_coupled(family):
+                start = partial(_start_together, family, size, site)
+            _check_scale(contract, site, start, start_tolerance, points)
             _check_dtypes(contract, family, size)
-        with contract.part("densities"):
-            _check_density(contract, family, _guide(family, _model(size))[WEIGHT].site)
         with contract.part("gradients"):
+            _check_moved(contract, family, site)
             _check_gradients(contract, family, size, idle, num_particles)
         with contract.part("state dicts"):
             random_start = lambda site: torch.randn(site["fn"].shape())  # noqa: E731
@@ -129,15 +135,16 @@ def _check_sites(contract: Contract, family: Family, shape: torch.Size) -> None:
 
 
 def _check_other_site(contract: Contract, family: Family, site: LatentSite) -> None:
-    """Check shapes and support at a site that a family accepts."""
+    """Check shapes, support and starting values at a site that a family accepts."""
     q = family.distribution(site, **family.init(site, torch.rand(site.shape) + 0.5, SCALE))
     rule = f"`fits` accepts {site.name}, so `distribution` has its"
     contract.equal(f"{rule} shape", q.batch_shape + q.event_shape, site.shape)
-    if couple.dispatch(type(family)) is not couple.dispatch(Family):
+    if _is_coupled(family):
         return  # a distribution given a value of the coupling
     contract.equal(f"{rule} event dimensions", len(q.event_shape), site.event_dim)
     inside = bool(site.support.check(q.sample(torch.Size([STARTS]))).all())
     contract.equal(f"`fits` accepts {site.name}, so draws are in its support", inside, True)
+    _check_scale(contract, site, partial(_start_at, family, site))
 
 
 def _check_start(contract: Contract, family: Family, site: LatentSite) -> None:
@@ -175,69 +182,115 @@ def _check_start(contract: Contract, family: Family, site: LatentSite) -> None:
             check_declared(q, q._arguments)
 
 
+def _is_coupled(family: Family) -> bool:
+    return couple.dispatch(type(family)) is not couple.dispatch(Family)
+
+
+@dataclasses.dataclass
+class _Start:
+    """A posterior at its starting values."""
+
+    draw: Callable[[], Tensor]
+    center: Tensor
+    variance: Callable[[], Tensor]
+    parameters: Mapping[str, Any]
+    is_mixture: bool = False
+
+
+def _start_at(family: Family, site: LatentSite, loc: Tensor, scale: float) -> _Start:
+    """Return the start of a site's own posterior."""
+    parameters = family.init(site, loc, scale)
+    q: Any = family.distribution(site, **parameters)
+    is_mixture = getattr(q, "is_mixture", False)
+    return _Start(q.rsample, median_of(q), lambda: q.variance, parameters, is_mixture)
+
+
+def _start_together(
+    family: Family, shape: torch.Size, site: LatentSite, loc: Tensor, scale: float
+) -> _Start:
+    """Return the start of a posterior that several sites share."""
+    parts = site.split(loc)
+    start = lambda own: parts.get(own["name"])  # noqa: E731
+    guide = _guide(family, _model(shape), init_scale=scale, init_loc_fn=start)
+
+    def joined(values: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([values[name].reshape(len(loc), -1) for name in parts], -1)
+
+    def variance() -> Tensor:
+        marginals = guide.joint_posterior().conditionals("marginals")
+        own: Tensor = next(q.variance for each, q in marginals if each.name == WEIGHT)
+        return own
+
+    draw, center = (lambda: joined(guide.draw())), joined(guide.median())
+    return _Start(draw, center, variance, guide[WEIGHT].state_dict(), has_members(guide))
+
+
 def _check_scale(
-    contract: Contract, family: Family, shape: torch.Size, tolerance: float, points: Tensor | None
+    contract: Contract,
+    site: LatentSite,
+    start: Callable[[Tensor, float], _Start],
+    tolerance: float = 0.15,
+    points: Tensor | None = None,
 ) -> None:
-    """Compare the variance of each element at the start with the square of ``init_scale``."""
-    is_random = torch.ones(shape) if points is None else (~points).double()
-    loc = torch.randn(shape)
+    """Compare the posterior at the start with its center, and variances with ``init_scale ** 2``."""
+    is_random, loc = torch.ones(site.shape), torch.rand(site.shape) + 0.5
+    if points is not None:
+        is_random[:, : points.shape[1]] -= points.double()
+    if start(loc, SCALE).is_mixture:
+        return
 
-    def start(site: Any) -> Tensor | None:
-        return loc if site["name"] == WEIGHT else None
+    def center_at(loc: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return start(loc, SCALE).center
 
-    def make(scale: float) -> StructuredGuide:
-        return _guide(family, _model(shape), init_scale=scale, init_loc_fn=start)
-
+    # Inducing weights reach the nearest center of their own.
+    center = center_at(loc)
+    error = float((center_at(center) - center).norm() / center.norm())
+    if (center - loc).norm() >= loc.norm() or not error < NEAR:
+        rule = f"`init` centers the posterior of {site.name} at `loc`, as far as it can be there"
+        contract.fail(rule, loc, center)
     for scale in (0.02, SCALE):
-        guide = make(scale)
-        found = linear(lambda guide=guide: guide.draw()[WEIGHT])
+        own = start(loc, scale)
+        found = linear(own.draw)
         if found is None or not found.matrix.numel():
             return  # a draw that is not linear in normal noise has no scale at the start
-        distance = (found.mean - loc).norm().item()
-        if distance >= loc.norm().item():
-            contract.fail("`init` centres the posterior near `loc`", "a small distance", distance)
-        expected = torch.diag(is_random.flatten())
-        error = (found.covariance / scale**2 - expected).abs().max().item()
-        if error < 1e-9 or not differences(
-            guide[WEIGHT].state_dict(), make(scale)[WEIGHT].state_dict()
-        ):
-            rule = "at the start elements are independent with the variance `init_scale` ** 2"
-            contract.close(rule, found.covariance / scale**2, expected)
-        elif scale == SCALE:
-            if couple.dispatch(type(family)) is couple.dispatch(Family):
-                site = guide[WEIGHT].site
-                variances = torch.stack([
-                    family.distribution(site, **family.init(site, loc, scale)).variance
-                    for _ in range(STARTS)
-                ])
-            else:
-                starts = (_marginal(make(scale)) for _ in range(STARTS))
-                variances = torch.stack([start.variance for start in starts])
-            ratio = variances.mean().item() / scale**2
-            if abs(ratio - 1) > tolerance:
-                rule = "on average over starts the variance of an element is `init_scale` ** 2"
-                contract.fail(rule, f"{scale**2:.4g}", f"{ratio * scale**2:.4g}")
+        expected, at = torch.diag(is_random.flatten()), f"at the start of {site.name}"
+        covariance = found.covariance.detach() / scale**2
+        error = float((covariance - expected).abs().max())
+        if error < 1e-9 or not differences(own.parameters, start(loc, scale).parameters):
+            rule = f"{at} elements are independent with the variance `init_scale` ** 2"
+            contract.close(rule, covariance, expected)
+            continue
+        if scale < SCALE:
+            continue  # a constant diagonal may have more
+        variances = torch.stack([start(loc, scale).variance() for _ in range(STARTS)])
+        ratio = variances.mean().item() / scale**2
+        if abs(ratio - 1) > tolerance:
+            rule = f"{at} the variance of an element is `init_scale` ** 2 on average"
+            contract.fail(rule, f"{scale**2:.4g}", f"{ratio * scale**2:.4g}")
 
 
-def _marginal(guide: StructuredGuide) -> Any:
-    """Return the marginal distribution of the weight, also if several sites are coupled."""
-    return next(
-        q for site, q in guide.joint_posterior().conditionals("marginals") if WEIGHT in site.names
-    )
-
-
-def _check_density(contract: Contract, family: Family, site: LatentSite) -> None:
-    """Compare the density with draws at changed parameters, for a distribution without a contract."""
+def _check_moved(contract: Contract, family: Family, site: LatentSite) -> None:
+    """Check gradients at changed parameters, and the density of a distribution without a contract."""
     start = family.init(site, SCALE * torch.randn(site.shape), SCALE)
     moved = {
         n: v + SCALE * torch.randn_like(v) for n, v in start.items() if n not in family.constants
     }
     leaves = tuple(Leaf(name, value.requires_grad_(), None) for name, value in moved.items())
+    ways = {name: torch.randn_like(value) for name, value in moved.items()}
+    own = Contract(contract.owner, leaves)
+
+    def tensors(size: float) -> dict[str, Tensor]:
+        steps = {name: value + size * ways[name] for name, value in moved.items()}
+        q = family.distribution(site, **start | steps)
+        return {name: value for name, (value, _, _) in tensors_of(q).items()}
+
+    if leaves:
+        own.slopes(tensors, [*ways.values()])
     q = family.distribution(site, **start | moved)
     if not isinstance(q, WeightDistribution):
         pilot = q.sample(torch.Size([MANY])).flatten(1)
-        moments = pilot.mean(0), pilot.mT.cov()
-        check_density(Contract(contract.owner, leaves), q, *moments)
+        check_density(own, q, pilot.mean(0), pilot.mT.cov())
 
 
 def _check_dtypes(contract: Contract, family: Family, shape: torch.Size) -> None:

@@ -5,7 +5,6 @@ import io
 import math
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,14 @@ from torch import Tensor
 from pyro_structvi.infer.checkpoint import Checkpoint
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.training import fit
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.posterior.files import load, save
 from pyro_structvi.posterior.runs import sample_nodes
-from pyro_structvi.sites.site_posterior import stack_draws
+from pyro_structvi.sites.sampled_net import has_members
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.contracts import Contract, fixed_seed, is_defined
+from pyro_structvi.testing.weights import MANY, linear
+from pyro_structvi.weights.site_distributions import normal_quantiles
 
 PASSES = 200
 PARTICLES = 4
@@ -32,10 +35,10 @@ MakeGuide = Callable[[Any], StructuredGuide]
 def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = False) -> None:
     """Check that a guide obeys the contract of guides on a model with data.
 
-    The checks cover the sites; draws against calls of the guide, medians and quantiles; the random
-    state; gradients of all parameters; the mean of ``StructuredELBO`` against Pyro's ``Trace_ELBO``;
-    state dicts; checkpoints; ``Predictive``; and several particles in one pass. Tests of means have a
-    false alarm in 1e6 tests.
+    The checks cover the sites; draws against calls of the guide, medians, quantiles and ``to_net``; the
+    random state; gradients of all parameters; the mean of ``StructuredELBO`` against Pyro's
+    ``Trace_ELBO``; state dicts, options and files; checkpoints; ``Predictive``; and several particles in
+    one pass. Parameters are moved away from the start. Tests of means have a false alarm in 1e6 tests.
 
     Args:
         make: A function of the model to the guide, such as its class, with an ``init_scale`` near 0.3.
@@ -65,8 +68,18 @@ def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = Fal
         contract = Contract(type(guide).__name__)
         stays = torch.equal(before, torch.get_rng_state())
         contract.equal("making a guide leaves the random state as it is", stays, True)
+        _move(guide)
         with contract.part("sites"):
             _check_sites(contract, guide, model, data)
+        with contract.part("draws"):
+            _check_draws(contract, guide, data)
+            _check_quantiles(contract, guide)
+            _check_nets(contract, guide, model, data[:-1])
+        with contract.part("saving"):
+            check_state(contract, initialized)
+            _check_file(contract, guide, model, initialized)
+            _check_predictive(contract, guide, model, data)
+            _check_checkpoint(contract, make, model, data)
         with contract.part("the ELBO"):
             elbo_gradients(contract, guide, model, data, PARTICLES)
             losses = _losses(StructuredELBO(), model, guide, data)
@@ -75,12 +88,6 @@ def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = Fal
                 rule = "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`"
                 difference = (losses - dense).unsqueeze(-1)
                 contract.mean_of(f"{rule}, by drawn weights", difference, torch.zeros(1))
-        with contract.part("draws"):
-            _check_draws(contract, guide, data)
-        with contract.part("saving"):
-            check_state(contract, initialized)
-            _check_predictive(contract, guide, model, data)
-            _check_checkpoint(contract, make, model, data)
         with contract.part("particles"):
             _check_particles(contract, guide, model, data, losses)
 
@@ -94,9 +101,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def check_state(contract: Contract, make: Callable[[], StructuredGuide]) -> None:
     """Change a guide, and load its state, from a file, into another one."""
     guide = make()
-    with torch.no_grad():
-        for value in guide.parameters():
-            value.add_(0.1 * torch.randn_like(value))
+    _move(guide)
     state, file = guide.state_dict(), io.BytesIO()
     tensors = all(isinstance(value, Tensor) for value in state.values())
     contract.equal("a state dict holds tensors only", tensors, True)
@@ -104,9 +109,20 @@ def check_state(contract: Contract, make: Callable[[], StructuredGuide]) -> None
     file.seek(0)
     before, other = _draws(guide), make()
     other.load_state_dict(torch.load(file, weights_only=True))
-    rule = "a state dict restores the posterior in a new guide"
-    contract.equal(f"{rule}: tensors that differ", differences(state, other.state_dict()), [])
-    contract.equal(f"{rule}: draws that differ", differences(before, _draws(other)), [])
+    copies = {
+        "a state dict restores the posterior in a new guide": other,
+        "a deep copy has the posterior": copy.deepcopy(guide),
+    }
+    for rule, own in copies.items():
+        contract.equal(f"{rule}: tensors that differ", differences(state, own.state_dict()), [])
+        contract.equal(f"{rule}: draws that differ", differences(before, _draws(own)), [])
+
+
+@torch.no_grad()
+def _move(guide: StructuredGuide) -> None:
+    """Change all parameters, since correlations and differences of scales start at zero."""
+    for value in guide.parameters():
+        value.add_(0.1 * torch.randn_like(value))
 
 
 def _draws(guide: StructuredGuide) -> dict[str, Tensor]:
@@ -143,49 +159,105 @@ def _check_sites(contract: Contract, guide: StructuredGuide, model: Any, data: A
     for way, values in ways.items():
         found = {name: (value.shape, value.dtype) for name, value in values.items()}
         contract.equal(f"values of `{way}` have the shapes and dtypes of the sites", found, latent)
-    has_quantiles = is_defined(lambda: guide.quantiles(LEVELS))
-    for name, value in guide.quantiles(LEVELS).items() if has_quantiles else ():
-        rule = "`quantiles` are for each element"
-        contract.equal(rule, tuple(value.shape), (3, *latent[name][0]))
-        ordered = bool((value.diff(dim=0) >= 0).all())
-        contract.equal(f"`quantiles` of '{name}' increase", ordered, True)
 
 
 @torch.no_grad()
 def _check_draws(contract: Contract, guide: StructuredGuide, data: Any) -> None:
-    """Compare draws with the values of a call, and with quantiles and medians if they are exact."""
+    """Compare draws with the values of a call, exactly where they are linear in normal noise."""
 
-    def called() -> dict[str, Tensor]:
+    def drawn() -> Tensor:
+        return _flat(guide.draw(local=True), guide)
+
+    def called() -> Tensor:
         nodes = poutine.trace(guide).get_trace(*data).nodes
-        return {name: nodes[name]["value"] for name in guide.site_names}
+        return _flat({name: nodes[name]["value"] for name in guide.site_names}, guide)
 
-    def stacked(draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        return stack_draws([draw() for _ in range(PASSES)])
+    rule = "`draw` has the {} of the values in a call of the guide"
+    own, other = linear(drawn), linear(called)
+    if own is not None and other is not None:
+        contract.close(rule.format("mean"), own.mean, other.mean)
+        return contract.close(rule.format("covariance"), own.covariance, other.covariance)
+    draws, values = (torch.stack([draw() for _ in range(PASSES)]) for draw in (drawn, called))
+    mean = draws.mean(0)
+    contract.mean_of(rule.format("mean"), draws - values, 0 * mean)
+    mixed = torch.randn(len(mean), 8).to(mean) / len(mean) ** 0.5
+    squares = (((each - mean) @ mixed).square() for each in (draws, values))
+    excess = next(squares) - next(squares)
+    return contract.mean_of(rule.format("covariance"), excess, 0 * excess[0])
 
-    drawn, sampled = stacked(partial(guide.draw, local=True)), stacked(called)
-    own, other = (torch.cat([each[n].flatten(1) for n in drawn], 1) for each in (drawn, sampled))
-    if not torch.equal(own, other):
-        mean, mixed = own.mean(0), torch.randn(own.shape[1], 8) / own.shape[1] ** 0.5
-        rule = "`draw` has the {} of the values in a call of the guide"
-        contract.mean_of(rule.format("mean"), own - other, 0 * mean)
-        squares = (((each - mean) @ mixed.to(mean)).square() for each in (own, other))
-        excess = next(squares) - next(squares)
-        contract.mean_of(rule.format("covariance"), excess, 0 * excess[0])
+
+def _flat(values: Mapping[str, Tensor], guide: StructuredGuide) -> Tensor:
+    return torch.cat([values[name].flatten().double() for name in guide.site_names])
+
+
+@torch.no_grad()
+def _check_quantiles(contract: Contract, guide: StructuredGuide) -> None:
+    """Compare quantiles and medians with draws, exactly where they are linear in normal noise."""
     if not is_defined(lambda: guide.quantiles(LEVELS)):
         return
-    asked: dict[str, Any] = {"quantiles": (LEVELS, guide.quantiles(LEVELS))}
-    if not any(getattr(each(), "is_mixture", False) for each in guide.all_posteriors()):
-        asked["median"] = [0.5], {name: own.unsqueeze(0) for name, own in guide.median().items()}
-    for way, (shares, values) in asked.items():
-        for name, value in values.items():
-            flat = drawn[name].flatten(1)
-            is_continuous = (flat.sort(0).values.diff(dim=0) > 0).all(0)
-            below = (flat.unsqueeze(1) <= value.flatten(1)).double()[..., is_continuous]
-            share = torch.tensor(shares, dtype=torch.float64).unsqueeze(-1).expand_as(below[0])
-            rule = f"`{way}` of '{name}' have the shares {shares} of draws below them"
-            if is_continuous.any():
-                contract.mean_of(rule, below, share)
+    levels, medians = torch.tensor(LEVELS, dtype=torch.float64), guide.median()
+    drawn: dict[str, Tensor] = {}
+    for name, value in guide.quantiles(LEVELS).items():
+        rule = f"`quantiles` of '{name}' are those of its draws"
+        noise = linear(lambda name=name: guide.draw(local=True)[name].double())
+        if noise is not None:
+            deviation = noise.covariance.diagonal().reshape(noise.mean.shape).sqrt()
+            contract.close(rule, value, normal_quantiles(noise.mean, deviation, levels))
+            contract.close(f"`median` of '{name}' is that of its draws", medians[name], noise.mean)
+            continue
+        contract.equal("`quantiles` are for each element", value[0].shape, medians[name].shape)
+        drawn = drawn or guide.joint_posterior().draw_many([*range(MANY)], local=True)
+        flat = drawn[name].flatten(1)
+        is_continuous = (flat.sort(0).values.diff(dim=0) > 0).all(0)
+        if not is_continuous.any():
+            continue
+        value = value.flatten(1)[:, is_continuous]
+        below = (flat[:, None, is_continuous] <= value).double()
+        contract.mean_of(rule, below, levels.unsqueeze(-1).expand_as(value))
+        if not has_members(guide):
+            median = medians[name].flatten()[is_continuous]
+            contract.close(f"`median` of '{name}' is its quantile 1/2", median, value[1])
+
+
+@torch.no_grad()
+def _check_nets(contract: Contract, guide: StructuredGuide, model: Any, x: Any) -> None:
+    """Compare ``to_net`` and ``sampled`` with the net given the values of all sites."""
+    if not isinstance(model, Likelihood):
+        return
+    drawn = guide.draw()
+    ways: dict[str, tuple[Any, Any]] = {
+        "to_net(draw)": (drawn, drawn),
+        "to_net()": (None, guide.median()),
+    }
+    for name, (draw, values) in ways.items():
+        if draw is None and (guide.num_members > 1 or has_members(guide)):
+            continue
+        torch.manual_seed(1)
+        expected = poutine.condition(model.net, values)(*x)
+        torch.manual_seed(1)
+        contract.close(f"`{name}` has its values of all sites", guide.to_net(draw)(*x), expected)
+        torch.manual_seed(1)
+        with guide.sampled(values):
+            contract.close("a block of `sampled` has its values", model.net(*x), expected)
+
+
+def _check_file(
+    contract: Contract, guide: StructuredGuide, model: Any, make: Callable[[], StructuredGuide]
+) -> None:
+    """Save the guide, and load it: a guide of this package by its options, where sites are declared."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "guide.safetensors"
+        try:
+            save(path, model, guide)
+        except TypeError:  # an option that no file holds, such as a function
+            return
+        is_own = type(guide).__module__.startswith("pyro_structvi.")
+        loaded = load(path, model, None if is_own and isinstance(model, Likelihood) else make())
+    rule = "`options` and a file restore the guide"
+    contract.equal(f"{rule}: draws that differ", differences(_draws(guide), _draws(loaded)), [])
+    for name, value in vars(guide).items():
+        if isinstance(value, bool | int | float | str) and not name.startswith("_"):
+            contract.equal(f"{rule}: `{name}`", getattr(loaded, name, value), value)
 
 
 @torch.no_grad()

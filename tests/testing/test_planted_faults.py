@@ -30,7 +30,6 @@ from pyro_structvi.structures.subnetwork import JointSubnetwork
 from pyro_structvi.testing import check_distribution, check_family, check_guide, random_weight
 from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.site_distributions import quantiles
-from tests.models import linear_function
 
 MATRIX, FILTERS, FLOAT64 = (4, 3), (4, 2, 2), torch.float64
 
@@ -262,8 +261,8 @@ def init_in_default_dtype(own, site, loc, scale):
     return {name: torch.zeros_like(value).to(dtype) + value for name, value in start.items()}
 
 
-def untrained(own, site, **parameters):
-    return MeanField.distribution(own, site, **parameters | {"loc": parameters["loc"].detach()})
+def half_trained(own, site, *, loc, log_scale):
+    return MeanField.distribution(own, site, loc=(loc + loc.detach()) / 2, log_scale=log_scale)
 
 
 def squared_start(base):
@@ -315,19 +314,22 @@ FAMILIES = {
     ),
     "elements of `log_scale` share no memory, as after `expand`": family(init=of_one_row),
     "a state dict restores the posterior in a new guide: draws that differ": Hidden,
-    "elements are independent with the variance `init_scale` ** 2": (
+    "at the start of a vector elements are independent with the variance `init_scale` ** 2": (
         family(init=squared_start(MeanField))
     ),
-    "on average over starts the variance of an element": family(KTied, init=squared_start(KTied)),
+    "at the start of filters the variance of an element is `init_scale` ** 2 on average": (
+        family(KTied, init=squared_start(KTied))
+    ),
+    "`init` centers the posterior of a vector at `loc`": family(
+        init=lambda own, site, loc, scale: MeanField.init(own, site, loc / 2, scale)
+    ),
     "tensors of `init` share no memory with `loc` or each other": family(
         init=lambda own, site, loc, scale: MeanField.init(own, site, loc, scale) | {"loc": loc}
     ),
     "parameters, draws and medians keep the dtype torch.float32": (
         family(init=init_in_default_dtype)
     ),
-    "the ELBO has a finite gradient for `posteriors.net/weight.loc`": (
-        family(distribution=untrained)
-    ),
+    "the gradient of `loc` is its derivative": family(distribution=half_trained),
     "a family equals a copy with the same options": (
         family(__eq__=object.__eq__, __hash__=object.__hash__)
     ),
@@ -367,10 +369,38 @@ class Missing(ps.MeanFieldGuide):
         return super().load_state_dict(self.state_dict(), strict, assign)
 
 
+class Unused(ps.MeanFieldGuide):
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+
 class MovesTheSeed(ps.MeanFieldGuide):
     def __init__(self, model, **options):
         super().__init__(model, **options)
         torch.randn(1)
+
+
+KIND = ps.FullCovarianceGuide
+
+
+def a_third_too_high(guide):
+    lower, upper = (guide.quantiles([level]) for level in (0.5, 0.6306))  # a third of a deviation
+    return {
+        name: value + upper[name][0] - lower[name][0] for name, value in KIND.median(guide).items()
+    }
+
+
+def of_other_levels(guide, levels):
+    return KIND.quantiles(guide, [0.1 + 0.8 * level for level in levels])
+
+
+def two_draws(guide, local=False, number=None):
+    return KIND.draw(guide) | {"net.bias": KIND.draw(guide)["net.bias"]}
+
+
+def of_the_medians(guide, draw=None):
+    return KIND.to_net(guide)
 
 
 CHANGES = {  # of value, mean and variance
@@ -414,15 +444,34 @@ def overconfident(model, **options):
 GUIDES = {
     overconfident: "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`",
     Missing: "a state dict restores the posterior in a new guide: tensors that differ",
+    Unused: "the ELBO has a finite gradient for `unused`",
     MovesTheSeed: "making a guide leaves the random state as it is",
     coupled("draw"): "`draw` has the covariance of the values in a call of the guide",
-    coupled("mean"): "`median` of 'weight' have the shares",
-    coupled("marginals"): "`quantiles` of 'weight' have the shares",
+    coupled("mean"): "`median` of 'net.weight' is that of its draws",
+    coupled("marginals"): "`quantiles` of 'net.weight' are those of its draws",
+    fault(KIND, median=a_third_too_high): "`median` of 'net.weight' is that of its draws",
+    fault(KIND, quantiles=of_other_levels): "`quantiles` of 'net.weight' are those of its draws",
+    fault(KIND, draw=two_draws): "`draw` has the covariance of the values in a call of the guide",
+    fault(KIND, to_net=of_the_medians): "`to_net(draw)` has its values of all sites",
+    fault(KIND, sampled=lambda guide, draw: KIND.sampled(guide)): "`sampled` has its values",
+    fault(KIND, __deepcopy__=lambda guide, memo: type(guide)(guide.model)): "a deep copy has the",
 }
 
 
 @pytest.mark.parametrize(("kind", "rule"), GUIDES.items())
 def test_a_wrong_guide_fails_by_the_rule(kind, rule):
+    check_fails(kind, rule)
+
+
+def test_options_without_an_attribute_fail_by_the_rule(monkeypatch):
+    right = ps.StructuredGuide.options
+    without = lambda guide: {n: v for n, v in right(guide).items() if n != "init_scale"}  # noqa: E731
+    monkeypatch.setattr(ps.StructuredGuide, "options", without)
+    check_fails(KIND, "`options` and a file restore the guide: `init_scale`")
+
+
+def check_fails(kind, rule):
+    model = ps.Regressor(ps.bayesianize(torch.nn.Linear(3, 2), prior=1.0), 6, noise_scale=0.5)
     data = torch.randn(6, 3), torch.randn(6, 2)
     with pytest.raises(AssertionError, match=re.escape(rule)):
-        check_guide(lambda model: kind(model, init_scale=0.3), linear_function, *data)
+        check_guide(lambda model: kind(model, init_scale=0.3), model, *data)
