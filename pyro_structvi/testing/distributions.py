@@ -22,6 +22,7 @@ from pyro_structvi.testing.contracts import (
 )
 from pyro_structvi.testing.weights import KL, Moment, Subject, has_density, has_image
 from pyro_structvi.weights.arguments import orthogonal
+from pyro_structvi.weights.site_distributions import quantiles
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 
@@ -188,6 +189,12 @@ def _check_dtypes(s: Subject) -> None:
         found["rsample"] = single.rsample()
         if has_image(single):
             found["image(x).rsample"] = single.image(x.float()).rsample()
+        if is_defined(lambda: quantiles(single, torch.tensor([0.3]))):
+            found["quantiles"] = quantiles(single, torch.tensor([0.3], dtype=torch.float32))
+        if not q.batch_shape:
+            found["spread(S)"] = single.spread(torch.eye(x.shape[-1], dtype=torch.float32))
+            if len(q.event_shape) == 2 and (rows := single.rows(torch.tensor([[0]]))) is not None:
+                found["rows(index).rsample"] = rows.rsample()
     for name, number in found.items():
         s.equal(f"`{name}` keeps the dtype of the arguments", number.dtype, torch.float32)
     close = Contract(s.owner, dtype=torch.float32).close

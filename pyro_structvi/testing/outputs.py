@@ -13,7 +13,7 @@ from pyro_structvi.maps import Arrangement, BiasColumnMap, ConvolutionMap, Dense
 from pyro_structvi.moments.linear import with_column
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.testing.noise import draw_with_noise
-from pyro_structvi.testing.weights import Subject, dense_of_batch, has_image
+from pyro_structvi.testing.weights import MOST_DRAWS, Subject, dense_of_batch, has_image
 from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 
@@ -39,11 +39,12 @@ def check_image(given: Subject) -> None:
             s.close(rule, q.image_under(DenseMap(), x).covariance_matrix, of_outputs)
     s.compare_draws("draws of `image(x)`", lambda: q.image(x).rsample(), mean, of_outputs)
     if not ones:
-        several = of_outputs.expand(2, *of_outputs.shape)
+        several = of_outputs.expand(4, *of_outputs.shape)
+        draws = lambda: q.image(x).rsample((2, 2)).flatten(0, 1)  # noqa: E731
         name = "several draws of `image(x)`"
-        s.compare_draws(
-            name, lambda: q.image(x).rsample((2,)), mean.expand(2, *mean.shape), several
-        )
+        s.compare_draws(name, draws, mean.expand(4, *mean.shape), several)
+    if not s.is_normal:
+        _check_marginals(s, q, x, mean)
     for sample_shape in ((5,), (2, 5)):
         got = tuple(image.rsample(torch.Size(sample_shape)).shape)
         s.equal("draws of `image(x)` have their shape", got, (*sample_shape, *mean.shape))
@@ -59,6 +60,18 @@ def check_image(given: Subject) -> None:
         ("dtype", x.float(), "`x` must have the dtype of"),
     ):
         s.refuses(f"`image` refuses another {kind}", partial(q.image, wrong), start)
+
+
+@torch.no_grad()
+def _check_marginals(s: Subject, q: Any, x: Tensor, mean: Tensor) -> None:
+    """Compare characteristic functions of outputs, as of a normal with the moments of heavy tails."""
+    many = torch.Size([MOST_DRAWS])
+    outputs = q.as_matrix(q.rsample(many)).unsqueeze(1) @ x.unsqueeze(-1)
+    drawn = q.image(x).rsample(many), outputs.squeeze(-1)
+    own, other = ((draws - mean) / drawn[1].std(0) for draws in drawn)
+    waves = [torch.stack([(2 * y).cos(), y.cos(), y.sin()], 1) for y in (own, other)]
+    rule = "draws of `image(x)` have the marginal distributions of W x"
+    s.mean_of(rule, waves[0] - waves[1], 0 * waves[0][0])
 
 
 def check_spread(s: Subject) -> None:

@@ -414,9 +414,11 @@ def in_one_batch(*weights: Any) -> Iterator[Any]:
     return (each if each.batch_shape == batch else each.expand(batch) for each in weights)
 
 
-@register_kl(GaussianWeight, JoinedPrior)
-def _kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
-    """KL to separate priors of a weight and its bias."""
+@register_kl(WeightDistribution, JoinedPrior)
+def _kl_weight_joined(q: WeightDistribution, p: JoinedPrior) -> Tensor:
+    """KL to separate priors of a weight and its bias, if there is one to normals."""
     normal = p.as_normal()
+    if normal is None and not isinstance(q, GaussianWeight):
+        raise NotImplementedError
     nats: Tensor = kl_from_moments(q, p) if normal is None else kl_divergence(q, normal)
     return nats

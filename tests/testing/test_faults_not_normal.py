@@ -10,8 +10,10 @@ import torch
 from pyro.distributions import Normal
 from torch.distributions import constraints
 
-from pyro_structvi.extend import Argument, WeightDistribution
+from pyro_structvi.extend import Argument, WeightDistribution, quantiles
 from pyro_structvi.testing import check_distribution, random_weight
+from pyro_structvi.weights.outputs import NormalOutputs
+from pyro_structvi.weights.site_distributions import normal_cross_entropy
 from tests.testing.test_planted_faults import fault, with_kl, with_wide_quantiles
 
 
@@ -71,6 +73,13 @@ def without_normalizer(q, value):
     return q.base.log_prob(value) + (2 * q.scale).log().sum((-2, -1))
 
 
+def with_two_medians():
+    """Return a class with right quantiles, and a median that is a third of a scale higher."""
+    kind = fault(LaplaceWeight, icdf=lambda q, p: q.loc + q.scale / 3)
+    quantiles.register(kind, lambda q, probs: q.base.base_dist.icdf(probs.reshape(-1, 1, 1)))
+    return kind
+
+
 NOT_NORMAL = {
     "`entropy` is E_q[-log q]": fault(LaplaceWeight, entropy=lambda q: q.base.entropy() + 1.0),
     "the derivative of `log_prob` by `scale` has mean zero over draws": fault(
@@ -90,13 +99,23 @@ NOT_NORMAL = {
         LaplaceWeight, rsample=lambda q, n=(): q.loc + (q.base.rsample(n) - q.loc).detach()
     ),
     "`kl_divergence(q, p)` is E_q[log q - log p]": with_kl(
-        lambda q, p: -q.entropy(), Normal, torch.distributions.Normal, base=LaplaceWeight
+        lambda q, p: 1.001 * right_kl(q, p), Normal, torch.distributions.Normal, base=LaplaceWeight
     ),
     "`quantiles` have their shares of draws below them": with_wide_quantiles(LaplaceWeight),
+    "the median, of `icdf` or the mean, is the quantile 1/2": with_two_medians(),
+    "draws of `image(x)` have the marginal distributions of W x": fault(
+        LaplaceWeight,
+        image_under=lambda q, linear_map, x, bias=None: NormalOutputs(
+            q.map_for_batch(linear_map),
+            linear_map(x, q.loc, bias),
+            linear_map(x.square(), q.variance),
+        ),
+        ways_to_apply=lambda q, linear_map, x: ("outputs", "weight"),
+    ),
     "draws have their covariance": fault(
         LaplaceWeight, variance=property(lambda q: q.scale.square())
     ),
-    "several draws have their covariance": fault(LaplaceWeight, rsample=one_number),
+    ": draws have their covariance, and are independent": fault(LaplaceWeight, rsample=one_number),
     "several draws have their covariance, and are independent of each other": fault(
         LaplaceWeight, rsample=lambda q, n=(): q.base.rsample().expand(*n, *q.loc.shape)
     ),
@@ -146,7 +165,14 @@ class TwoModes(LaplaceWeight):
         return self.parts[0].entropy() + math.log(2)  # up to 1e-12, with twelve elements
 
 
-@pytest.mark.parametrize("kind", [LaplaceWeight, StudentWeight, TwoModes])
+def right_kl(q, p):
+    return normal_cross_entropy(q, p) - q.entropy()
+
+
+WITH_KL = with_kl(right_kl, Normal, torch.distributions.Normal, base=LaplaceWeight)
+
+
+@pytest.mark.parametrize("kind", [LaplaceWeight, StudentWeight, TwoModes, WITH_KL])
 def test_a_right_distribution_that_is_not_normal_passes(kind):
     for batch_shape in ((), (3,)):
         check_distribution(make(kind, batch_shape))

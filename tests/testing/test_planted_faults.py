@@ -70,6 +70,16 @@ def variance_as_scale(q, sample_shape=()):
     return q.loc + q.variance * torch.randn(*sample_shape, *q.loc.shape)
 
 
+ONE_ROW = fault(  # of samples of two dimensions
+    NormalOutputs,
+    rsample=lambda y, n=(): NormalOutputs.rsample(y, n[-1:]).expand(*n, *y.loc.shape),
+)
+
+
+def outputs_of_one_row(q, mean, linear_map, x, bias_variance):
+    return ONE_ROW(linear_map, mean, linear_map(x.square(), q.as_matrix(q.variance)), bias_variance)
+
+
 def scale_as_variance(q, mean, linear_map, x, bias_variance):
     variance = linear_map(x.square(), q.as_matrix(q.stddev))
     return NormalOutputs(linear_map, mean, variance, bias_variance)
@@ -171,6 +181,12 @@ FAULTS = {
     ),
     "several draws are independent": (
         fault(MatrixNormal, rsample=lambda q, n=(): MatrixNormal.rsample(q).expand(*n, *MATRIX)),
+    ),
+    "several draws of `image(x)` are independent": (
+        fault(MeanFieldNormal, image_around=outputs_of_one_row),
+    ),
+    "`spread(S)` keeps the dtype of the arguments": (
+        fault(MatrixNormal, spread=lambda q, moment: MatrixNormal.spread(q, moment).double()),
     ),
     "`kl_divergence(q, p)` is E_q[log q - log p]": (
         with_kl(reversed_kl, Independent, Normal, torch.distributions.Normal),
