@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -176,11 +176,6 @@ class LowRankNormal(GaussianWeight):
         shape = noise.shape[:-1] + self.event_shape
         low_rank = self.alpha**0.5 * (of_factors.unsqueeze(-2) @ self._flat_factors)
         return torch.addcmul(low_rank.reshape(shape), of_diagonal.reshape(shape), self.scale)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        new = super().expand(batch_shape, _instance)
-        new.alpha = self.alpha
-        return new
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None

@@ -61,6 +61,9 @@ class TensorDistribution(TorchDistribution):
     ) -> Self:
         """Return a distribution of this class with changed arguments, and without checks."""
         new: Self = self._get_checked_instance(type(self), instance)
+        for name, value in vars(self).items():
+            if isinstance(value, bool | int | float | str) and not name.startswith("_"):
+                setattr(new, name, value)  # an option
         for name in self.argument_names:
             setattr(new, name, change(getattr(self, name)))
         new._set_shapes(batch_shape, event_shape, self._validate_args)

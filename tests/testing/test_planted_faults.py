@@ -128,13 +128,19 @@ def with_wide_quantiles(base):
 
 
 class Powered(RowwiseNormal):
-    """Has an option that ``expand`` forgets."""
+    """Has an option, and keeps it."""
 
     power = 1.0
 
     def __init__(self, loc, scale_tril, power=2.0, validate_args=None):
         super().__init__(loc, scale_tril, validate_args)
         self.power = power
+
+
+def forgetful(q, batch_shape, _instance=None):
+    new = Powered.expand(q, batch_shape, _instance)
+    del new.power
+    return new
 
 
 def constant_input(q, linear_map, x):
@@ -209,7 +215,7 @@ FAULTS = {
     ),
     "`log_prob` agrees with the draws": (fault(MeanFieldNormal, log_prob=density_of_a_stack),),
     "`expand` repeats `scale`": (fault(MeanFieldNormal, expand=other_batch),),
-    "`expand` keeps the option `power`": (Powered,),
+    "`expand` keeps the option `power`": (fault(Powered, expand=forgetful),),
     "`sample` draws as `rsample`": (fault(RowwiseNormal, sample=doubled_sample),),
     "of `image(x)` agrees with W x; gradient with respect to `x`, which is": (
         fault(RowwiseNormal, output_variance=constant_input),
@@ -238,8 +244,8 @@ def test_a_wrong_distribution_fails_by_the_rule(rule):
 
 
 def test_a_right_distribution_passes_and_leaves_the_random_state():
-    for batch_shape in ((), (3,)):
-        q = make(MatrixNormal, batch_shape)
+    for kind, batch_shape in ((MatrixNormal, ()), (MatrixNormal, (3,)), (Powered, (3,))):
+        q = make(kind, batch_shape)
         before = torch.get_rng_state()
         check_distribution(q)
         assert torch.equal(before, torch.get_rng_state())
