@@ -65,7 +65,8 @@ def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = Fal
     with fixed_seed(torch.get_default_dtype()):
         before = torch.get_rng_state()
         guide = initialized()
-        contract = Contract(type(guide).__name__)
+        is_double = all(value.dtype == torch.float64 for value in guide.parameters())
+        contract = Contract(type(guide).__name__, (), torch.float64 if is_double else torch.float32)
         stays = torch.equal(before, torch.get_rng_state())
         contract.equal("making a guide leaves the random state as it is", stays, True)
         _move(guide)
