@@ -140,7 +140,7 @@ def narrow_normal(mean: Tensor, covariance: Tensor) -> MultivariateNormal | None
     """Return dense normals with a share of a covariance ``(*batch, D, D)``; None if it is singular."""
     factor, failed = torch.linalg.cholesky_ex(SHARE * covariance.detach())
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    least = torch.finfo(factor.dtype).eps ** 0.5 * diagonal.amax(-1)
+    least = (100 * torch.finfo(factor.dtype).eps) ** 0.5 * diagonal.amax(-1)  # above rounding
     if failed.any() or bool((diagonal.amin(-1) <= least).any()):
         return None
     return MultivariateNormal(mean.detach().reshape(diagonal.shape), scale_tril=factor)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pyro_structvi.testing.noise import assert_mean
+from pyro_structvi.testing.weights import narrow_normal
 from tests.unit_noise import assert_draws, draw_with_noise, unit_draws
 
 MEAN = torch.tensor([1.0, -2.0], dtype=torch.float64)
@@ -114,3 +115,10 @@ def raises(trial):
     except AssertionError:
         return True
     return False
+
+
+def test_singular_covariances_have_no_inverse():
+    for _ in range(100):
+        away = torch.randn(3, 4, dtype=torch.float64)
+        away = away - away.mean(0)
+        assert narrow_normal(away[0], away.mT @ away) is None
