@@ -241,6 +241,19 @@ def test_points_stop_where_held_out_data_are_predicted_best():
     assert estimator.fit(inputs, targets).log_density(*new).mean() > -1.7
 
 
+def test_points_of_few_rows_hold_out_a_fifth():
+    generator = np.random.default_rng(0)
+    inputs, targets = generator.normal(size=(60, 2)), generator.normal(size=60)
+    found = [
+        BayesianMLPRegressor((4,), **SMALL, refine=False, validation_fraction=share)
+        .fit(inputs, targets)
+        .predict(inputs)
+        for share in (0.01, 0.2, 0.3)
+    ]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[1] != found[2]).all()
+
+
 def test_chains_sample_the_scale_of_each_layer(table):
     """From points under normals, whose values are the first ones of the chains."""
     inputs, targets = table

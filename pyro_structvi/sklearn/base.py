@@ -60,6 +60,7 @@ OPTIONS: dict[str, Any] = {  # and their ranges
 }
 REFINED = 10_000  # examples at most that "auto" refines, since each step takes all of them
 NUM_DRAWS = 200  # of a guide
+FEWEST_HELD_OUT = 20  # rows, or a fifth of all
 DRAWS_OF_CHAIN = 100
 FUNCTIONS_AT_A_TIME = 500_000  # of all draws and rows, in a pass of a prediction
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
@@ -152,7 +153,7 @@ class BayesianMLP(BaseEstimator):
         if self.posterior_ != "mixture":
             return 1.0
         weights_of_kl = self.kl_weights_of_mixture
-        held_out = int(self.validation_fraction * len(inputs))
+        held_out = self._num_held_out(len(inputs))
         if not held_out or self._is_refined(inputs) or len(weights_of_kl) == 1:
             return weights_of_kl[0]
         order = np.random.RandomState(seed).permutation(len(inputs))
@@ -175,6 +176,11 @@ class BayesianMLP(BaseEstimator):
             return float((found @ of_rows[0]) if of_rows else found.sum())
 
         return max(weights_of_kl, key=score)
+
+    def _num_held_out(self, num_data: int) -> int:
+        """Return the number of held-out rows; a few of them would decide by chance."""
+        fewest = min(FEWEST_HELD_OUT, num_data // 5) if self.validation_fraction else 0
+        return max(fewest, int(self.validation_fraction * num_data))
 
     def _net(self, num_inputs: int, num_outputs: int) -> nn.Module:
         if self.activation not in ACTIVATIONS:
@@ -239,7 +245,7 @@ class BayesianMLP(BaseEstimator):
     def _fitted_guide(self, data: tuple[Tensor, ...]) -> StructuredGuide:
         guide, num_data = self._guide(), len(data[0])
         options: dict[str, Any] = {}
-        held_out = int(self.validation_fraction * num_data)
+        held_out = self._num_held_out(num_data)
         if not are_points(guide.all_posteriors()):
             options["kl_weight"] = self.kl_weight_
         elif held_out and not self._has_starts(data):

@@ -61,7 +61,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         num_steps: The number of training steps of a guide.
         batch_size: The number of examples in a training step; all if there are fewer.
         validation_fraction: The share of examples that is held out to stop the training of points that
-            are not refined; none when 0.
+            are not refined; none when 0, and else at least 20, or a fifth of less than 100.
         refine: Whether to sample by :func:`~pyro_structvi.reference.mclmc` from the guide; "auto" for at
             most 10,000 examples, since each step takes all of them.
         num_sampling_steps: The number of steps of each chain, six tenths for warm-up.
