@@ -243,19 +243,17 @@ def expected_terms(
         kls = _kl_terms(model, joint.program(number), args, kwargs)
         if bounds:
             at = observation_at(model, output.loc, y)
-            expected = (model.lower_bound(output.loc, output.variance, at.y) * at.scale).sum()
+            each = model.lower_bound(output.loc, output.variance, at.y)
         elif is_softmax(model):
             at = observation_at(model, output.loc, y)
             each = at.likelihood.log_prob(at.y) - excess_of_log_total(output)
-            expected = (each * at.scale).sum()
         else:
             at = likelihood_at_nodes(model, output, {site.name: q for site, q in sites}, y)
             observed, likelihood = at_least_single(at.y), in_single(at.likelihood)
             with autocast_off(observed):
                 log_probs = likelihood.log_prob(observed)
             each = torch.einsum("k,k...->...", at.weights.to(log_probs), log_probs)
-            expected = (each * at.scale).sum()
-        return ELBOTerms({at.site: expected}, kls.kl, kls.sampled)
+        return ELBOTerms({at.site: (each * at.scale).sum()}, kls.kl, kls.sampled)
 
     return average([of_member(number) for number in member_numbers(guide)])
 
