@@ -202,9 +202,9 @@ class FullCovariance(MemoryLimitedFamily):
         return unit_of_across(value) if name == "across" else super().unit(site, name, value)
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:
+        loc = parameters.pop("loc")
         factor = factor_of_rows if "across" in parameters else cholesky_factor
-        scale_tril = factor(**{name: parameters[name] for name in parameters if name != "loc"})
-        return FullNormal(parameters["loc"], scale_tril, validate_args=False)
+        return FullNormal(loc, factor(**parameters), validate_args=False)
 
 
 class FullCovarianceGuide(StructuredGuide):
