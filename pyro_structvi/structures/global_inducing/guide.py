@@ -165,10 +165,10 @@ class GlobalInducingGuide(StructuredGuide):
         with torch.no_grad():
             values = self._check_others(others)
         behind = self._rows_of_layers_behind_others(own, values, inputs)
-        first = [each for each in own if each.site.name not in behind]
-        made = {each.site.name: self._make_first(each) for each in first}
-        for name, posterior in made.items():
-            self.posteriors[module_key(name)] = posterior
+        # All of them before one is put in place, since a family may refuse.
+        made = [self._make_first(each) for each in own if each.site.name not in behind]
+        for posterior in made:
+            self.posteriors[module_key(posterior.site.name)] = posterior
         for name, rows in behind.items():
             posterior = self[name]
             start = posterior.release("loc").flatten(1)
