@@ -311,7 +311,6 @@ class JointMixture:
     def __init__(self, guide: MixtureGuide) -> None:
         self._guide = guide
         self._joints: dict[int, JointPosterior] = {}
-        self._stacked: dict[str, Tensor] = {}
 
     def factorize(self) -> None:
         """Do nothing: no factors are shared between members."""
@@ -328,7 +327,13 @@ class JointMixture:
                 "these differ. Pass `vectorize=False` to the guide, and no `vectorize_particles=True` "
                 "to the objective."
             )
-        return self._states([number % self._guide.num_members for number in range(count)])
+        members, size = self._guide.members, self._guide.num_members
+        states = ([*each.named_parameters(), *each.named_buffers()] for each in members)
+        stacked = stack_draws([*map(dict, states)])
+        if count == size:
+            return stacked
+        rows = torch.arange(count, device=self._guide.weights.device) % size
+        return {name: value[rows] for name, value in stacked.items()}
 
     def at_member(self, number: int | Mapping[str, Tensor] | None, read: Reader[T]) -> T:
         """Return a function of a member and its distributions.
@@ -406,18 +411,6 @@ class JointMixture:
         return len(ways) == 1 and all(
             len(own) == len(first) and all(map(_are_of_one_kind, first, own)) for own in others
         )
-
-    def _states(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """Return the parameters and buffers of these members, stacked, by name."""
-        if not self._stacked:
-            states = (
-                [*each.named_parameters(), *each.named_buffers()] for each in self._guide.members
-            )
-            self._stacked = stack_draws([*map(dict, states)])
-        if numbers == [*range(self._guide.num_members)]:
-            return self._stacked
-        rows = torch.tensor(numbers, device=self._guide.weights.device)
-        return {name: value[rows] for name, value in self._stacked.items()}
 
 
 class _With(nn.Module):
