@@ -8,15 +8,8 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
+from tests.infer.test_structured_adam import rates_of
 from tests.models import make_regressor, regression_data
-
-
-def rates_of(optimizer):
-    return {
-        value: group["lr"] * group["unit"]
-        for group in optimizer.param_groups
-        for value in group["params"]
-    }
 
 
 def test_a_saved_state_goes_on_where_starts_have_other_sizes():

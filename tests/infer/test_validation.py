@@ -12,6 +12,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.validation import NUM_DRAWS
+from tests.infer.test_checked_steps import states
 from tests.models import make_linear_regressor, make_regressor, regression_data
 
 
@@ -25,14 +26,6 @@ def held_out(size=9):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(size, 3, generator=generator, dtype=torch.float64)
     return x, x.sum(-1, keepdim=True)
-
-
-def snapshot(*modules):
-    return {
-        f"{number}.{name}": value.clone()
-        for number, module in enumerate(modules)
-        for name, value in module.state_dict().items()
-    }
 
 
 def numbers():
@@ -52,7 +45,7 @@ class Recorder:
         self.values, self.modules, self.states = iter(values), modules, []
 
     def __call__(self, prediction, y):
-        self.states.append(snapshot(*self.modules))
+        self.states.append(states(*self.modules))
         numbers()  # a metric may draw
         return next(self.values)
 
@@ -144,7 +137,7 @@ def test_it_changes_neither_the_training_nor_its_random_numbers_nor_modes():
         history = ps.fit(model, guide, data, num_steps=7, batch_size=10, progress=False, **options)
         hook.remove()
         own = [module.training for module in [*model.modules(), *guide.modules()]]
-        found.append((history.elbo, snapshot(model, guide), modes, numbers(), own))
+        found.append((history.elbo, states(model, guide), modes, numbers(), own))
     (elbo, state, *others), (with_elbo, with_state, *with_others) = found
     assert elbo == with_elbo
     assert_equal(state, with_state)
@@ -174,7 +167,7 @@ def fit_with(values, steps=20, model=None, patience=3, **options):
     options = {"kl_weight": 1.0, "progress": False, "lr": 0.05} | options
     options["validation"] = ps.Validation(held_out(), metric, 2, patience)
     history = ps.fit(model, guide, data, num_steps=steps, **options)
-    return history, metric, snapshot(model, guide)
+    return history, metric, states(model, guide)
 
 
 def test_it_stops_where_nothing_gets_better_and_goes_back_to_the_best():
@@ -218,7 +211,7 @@ def test_every_value_of_points_counts(make_points):
     measured = ps.Validation(held_out(), metric, every=2, patience=2)
     history = ps.fit(model, guide, data, num_steps=20, validation=measured, progress=False)
     assert history.validation == [5, 9, 8, 7]
-    assert_equal(snapshot(model, guide), metric.states[1])
+    assert_equal(states(model, guide), metric.states[1])
 
 
 def test_an_interrupted_fit_goes_back_to_the_best(monkeypatch):
@@ -233,7 +226,7 @@ def test_an_interrupted_fit_goes_back_to_the_best(monkeypatch):
     options = {"validation": ps.Validation(held_out(), metric, 2, 9), "kl_weight": 1.0}
     history = ps.fit(model, guide, data, num_steps=20, lr=interrupt, progress=False, **options)
     assert history.interrupted
-    assert_equal(snapshot(model, guide), metric.states[1])
+    assert_equal(states(model, guide), metric.states[1])
 
 
 # ---- with checkpoints ----------------------------------------------------------------------------
@@ -251,7 +244,7 @@ def fit_in_part(values, path, stop, patience=3, seed=0, **options):
         history = ps.fit(model, guide, data, batch_size=10, lr=lr, progress=False, **options)
     except ZeroDivisionError:
         return None
-    return history, snapshot(model, guide), numbers()
+    return history, states(model, guide), numbers()
 
 
 VALUES = [0.0, 1.0, 3.0, 2.0, 1.0, 2.5, 9.0, 8.0, 8.0, 8.0, 7.0]
@@ -331,7 +324,7 @@ def test_wrong_data_are_named():
 
 def test_a_metric_that_is_no_number():
     model, guide, data = make()
-    before = snapshot(guide)
+    before = states(guide)
     for value, error, message in (
         ("good", TypeError, r"`metric\(prediction, y\)` must return a number"),
         (math.nan, ValueError, "returned NaN"),
@@ -339,4 +332,4 @@ def test_a_metric_that_is_no_number():
         measured = ps.Validation(held_out(), lambda prediction, y, value=value: value)
         with pytest.raises(error, match=message):
             ps.fit(model, guide, data, num_steps=3, validation=measured, progress=False)
-    assert_equal(snapshot(guide), before)
+    assert_equal(states(guide), before)
