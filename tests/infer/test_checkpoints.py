@@ -82,17 +82,12 @@ def test_a_finished_run_returns_what_it_was(path):
     assert_same(train(seed=3, checkpoint=ps.Checkpoint(path, resume=True)), expected)
 
 
-def test_an_error_loses_the_steps_since_the_last_checkpoint_alone(path):
+@pytest.mark.parametrize(("every", "stop", "kept"), [(3, 8, 6), (1000, 2, 0)])
+def test_an_error_loses_the_steps_since_the_last_checkpoint_alone(every, stop, kept, path):
+    """Before the first interval has passed, that is the start."""
     with pytest.raises(ZeroDivisionError):
-        train(checkpoint=ps.Checkpoint(path, every=3), lr=until(8))
-    assert torch.load(path, weights_only=True)["steps"] == 6
-    assert_same(train(seed=1, checkpoint=ps.Checkpoint(path, resume=True)), train())
-
-
-def test_a_run_that_was_killed_before_the_first_interval_has_its_start(path):
-    with pytest.raises(ZeroDivisionError):
-        train(checkpoint=ps.Checkpoint(path), lr=until(2))
-    assert torch.load(path, weights_only=True)["steps"] == 0
+        train(checkpoint=ps.Checkpoint(path, every=every), lr=until(stop))
+    assert torch.load(path, weights_only=True)["steps"] == kept
     assert_same(train(seed=1, checkpoint=ps.Checkpoint(path, resume=True)), train())
 
 
