@@ -40,7 +40,10 @@ def train(
     backend=None,
     **options,
 ):
-    """Train with SVI or a compiled step from the same seeds; return losses, parameters, the object."""
+    """Train with SVI or a compiled step from the same seeds; return losses, parameters, the object.
+
+    ``data`` are the arguments of every step, or a function of its number that returns them.
+    """
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     model, guide = make()
@@ -52,7 +55,7 @@ def train(
     for number in range(steps):
         if change is not None:
             change(svi, number)
-        losses.append(svi.step(*data))
+        losses.append(svi.step(*(data(number) if callable(data) else data)))
     parts = [part for part in (model, guide) if isinstance(part, nn.Module)]
     state = {
         f"{i}.{name}": v.clone() for i, p in enumerate(parts) for name, v in p.state_dict().items()

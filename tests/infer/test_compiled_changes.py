@@ -340,23 +340,17 @@ def test_an_evaluation_between_steps_is_no_change(make_guide):
 
 @pytest.mark.slow
 def test_modes_are_seen_behind_methods_and_closures():
-    def train_with(model_of, compiled):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+    def make(model_of):
+        nonlocal model
         model = ps.Regressor(ps.bayesianize(Shifted(), prior=1.0), 12, 0.3)
-        guide = ps.MeanFieldGuide(model)
-        kind = (lambda *a: ps.CompiledSVI(*a, backend=None)) if compiled else SVI
-        svi = kind(model_of(model), guide.forward, adam(), ps.StructuredELBO())
-        losses = []
-        for number in range(8):
-            model.train(number < 4)
-            losses.append(svi.step(x, y))
-        return losses
+        return model_of(model), ps.MeanFieldGuide(model).forward
 
-    x, y = regression_data()
+    def switch(svi, number):
+        model.train(number < 5)
+
+    model = None
     for model_of in (lambda model: model.forward, lambda model: lambda *args: model(*args)):
-        expected = train_with(model_of, compiled=False)
-        torch.testing.assert_close(train_with(model_of, compiled=True), expected)
+        assert_same(partial(make, model_of), regression_data(), steps=9, change=switch)
 
 
 def test_entries_of_the_param_store_that_are_replaced_are_seen():
@@ -372,15 +366,11 @@ def test_one_tensor_in_two_roles_is_two_inputs():
         weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
         pyro.sample("obs", dist.Normal(x @ weight + z.sum(-1), 1.0).to_event(1), obs=y)
 
-    def feed(compiled):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        kind = (lambda *a: ps.CompiledSVI(*a, backend=None)) if compiled else SVI
-        svi = kind(model, ps.MeanFieldGuide(model), adam(), ps.StructuredELBO())
-        return [svi.step(x, x if number < 3 else 2 * x, y[:, 0]) for number in range(6)]
+    def data(number):
+        return x, x if number < 5 else 2 * x, y[:, 0]
 
     x, y = regression_data()
-    torch.testing.assert_close(feed(compiled=True), feed(compiled=False), rtol=1e-10, atol=0)
+    assert_same(lambda: (model, ps.MeanFieldGuide(model)), data, steps=8)
 
 
 def test_equal_numbers_of_other_types_are_other_arguments():

@@ -4,12 +4,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 
 import pyro_structvi as ps
 from pyro_structvi._torch import can_read
 from pyro_structvi.infer.steps.recording import Record
-from tests.infer.compiled_steps import steps_of
+from tests.infer.compiled_steps import steps_of, train
 
 
 def in_place(x):
@@ -104,23 +103,18 @@ def test_each_branch_that_inputs_choose_is_a_record_of_its_own():
             pyro.sample("y", dist.Normal(mean, 1.0), obs=x)
 
     batches = [torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 2.0])]
-    losses = []
-    for compiled in (False, True):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        guide = ps.MeanFieldGuide(model)
-        optimizer = pyro.optim.Adam({"lr": 0.1})
-        elbo = ps.StructuredELBO()
-        svi = (
-            ps.CompiledSVI(model, guide, optimizer, elbo, backend=None)
-            if compiled
-            else SVI(model, guide, optimizer, elbo)
-        )
-        losses.append([svi.step(batches[number % 3 % 2]) for number in range(18)])
-        if compiled:
-            assert len(steps_of(svi)) == 2
-            assert all(step.is_ready for step in steps_of(svi))
-    assert losses[0] == losses[1]
+
+    def data(number):
+        return (batches[number % 3 % 2],)
+
+    def make():
+        return model, ps.MeanFieldGuide(model)
+
+    expected, *_ = train(make, data, compiled=False, steps=18)
+    losses, _, svi = train(make, data, compiled=True, steps=18)
+    assert losses == expected
+    assert len(steps_of(svi)) == 2
+    assert all(step.is_ready for step in steps_of(svi))
 
 
 def test_constants_can_be_read_outside_of_other_tracers():
