@@ -124,6 +124,3 @@ def test_factors_find_the_exact_posterior_of_weights_and_biases(make_guide, nois
     torch.testing.assert_close(q.mean, problem.mean, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(q.covariance_matrix, problem.covariance, rtol=1e-5, atol=1e-8)
     assert abs(gap(guide, problem)) < 1e-6
-
-
-# ---- constant diagonals --------------------------------------------------------------------------
