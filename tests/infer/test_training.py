@@ -288,10 +288,10 @@ def test_data_that_run_out():
 
 
 def test_a_gradient_norm_that_overflows_is_explained():
-    model = make_regressor(noise_scale=1e-20).float()
+    model = make_regressor(noise_scale=1e-14).float()
     guide = ps.KTiedGuide(model)
     x, y = (value.float() for value in regression_data())
     before = snapshot(guide)
-    with pytest.raises(FloatingPointError, match=r"At step 0, .*(not finite|overflows)"):
+    with pytest.raises(FloatingPointError, match="At step 0, the norm of all gradients overflows"):
         ps.fit(model, guide, (x, y), num_steps=1, progress=False)
     assert unchanged(guide, before)
