@@ -71,7 +71,6 @@ def assert_same_bits(eager, own, notes=0):
 
 FAST = {
     ("k-tied, joined", torch.float64),
-    ("ensemble", torch.float32),
     ("inducing weights, full, not joined", torch.float32),  # which keeps what it has factored
 }
 
