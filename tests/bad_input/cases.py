@@ -16,6 +16,7 @@ from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.maps import Arrangement
 from pyro_structvi.nn.rank_one import FactorLayer
 from pyro_structvi.reference import sampling
+from pyro_structvi.testing import GUIDES, LAYERED, POINTS
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 from tests.bad_input.public import public_callables
 from tests.bad_input.valid import (
@@ -38,6 +39,10 @@ from tests.distributions.cases import CASES
 
 VALID = OF_MODELS | OF_GUIDES | OF_FITS | OF_FIGURES | OF_DISTRIBUTIONS
 
+# Options of guides by their names, the last variant's.
+OF_REGISTRY = {
+    key: value for guide in (*GUIDES, *POINTS, *LAYERED) for key, value in guide.options.items()
+}
 OF_STRUCTURES = {type(case.make((), (4, 3), torch.float64)): case.make for case in CASES}
 
 # ---- methods -------------------------------------------------------------------------------------
@@ -129,13 +134,14 @@ class Case:
 def valid(name):
     """Return valid arguments of a function or a class, in the order of its signature.
 
-    They are those of the tables or of the structures, the usual ones by their names, and defaults;
-    what may be None has to be given.
+    They are those of the tables or of the structures, the usual ones by their names, defaults, and
+    options in the registry of guides; what else may be None has to be given.
     """
     function = CALLABLES[name]
     own = inspect.signature(function).parameters
     defaults = {key: each.default for key, each in own.items() if each.default is not each.empty}
-    given = {key: value for key, value in defaults.items() if value is not None}
+    given = {key: OF_REGISTRY[key] for key in own if key in OF_REGISTRY}
+    given |= {key: value for key, value in defaults.items() if value is not None}
     given |= {key: make() for key, make in USUAL.items() if key in own}
     if own.keys() & {"model", "guide"}:
         model = regressor()

@@ -19,6 +19,7 @@ GUIDES = {**guides_for("benchmarks"), **points_for("benchmarks")}
 BOUNDS = {"eigenbasis": (15, 13, 16), "mixture of 5, k-tied": (8, 8, 20)}
 BOUNDS |= dict.fromkeys(("inducing 64", "inducing 64, drawn"), (40, 30, 40))
 BOUND = 8, 8, 12
+MOST_ELEMENTS = 10**7
 OF_SMALL_NETS = ("full covariance", "rowwise")  # matrices of a layer's inputs or of all its weights
 
 
@@ -37,6 +38,8 @@ class CountsMultiplications(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        size = result.numel() if isinstance(result, torch.Tensor) else 0
+        assert size < MOST_ELEMENTS, "a step has a dense covariance of a layer"
         place = self.left.get(func.overloadpacket.__name__)
         if place is not None:
             self.count += result.numel() * args[place].shape[-1]
