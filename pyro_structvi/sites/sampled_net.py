@@ -12,7 +12,13 @@ from torch.func import functional_call
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
-from pyro_structvi._torch import compute_by_hooks, kernels_for_vmap, parts_kept, remove_hooks
+from pyro_structvi._torch import (
+    compute_by_hooks,
+    kernels_for_vmap,
+    own_tensors,
+    parts_kept,
+    remove_hooks,
+)
 from pyro_structvi.nn.likelihood import Likelihood, read_output
 from pyro_structvi.nn.padding import ROW, has_padding_row, put_padding, write_padding_row
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
@@ -161,6 +167,14 @@ class SampledFunctions(nn.Module):
         others = (*net.named_parameters(), *net.named_buffers())
         shared = {name: value for name, value in others if name not in stacked}
         self._stacked, self._shared = [*stacked], [*shared]
+        # Each place of a tied tensor. Torch's own search names shared modules several times, and then
+        # leaves the tensors of a call in them.
+        names = {id(value): name for name, value in others}
+        self._places = {
+            f"{path}.{attribute}".removeprefix("."): names[id(value)]
+            for path, module in net.named_modules()
+            for attribute, value in own_tensors(module).items()
+        }
         for name, value in {**stacked, **shared}.items():
             self.register_buffer(module_key(name), value.detach())
 
@@ -179,7 +193,9 @@ class SampledFunctions(nn.Module):
         )
 
         def output(state: Mapping[str, Tensor]) -> Tensor:
-            result = functional_call(self._net[0], {**shared, **state}, args, kwargs)
+            values = {**shared, **state}
+            own = {place: values[name] for place, name in self._places.items()}
+            result = functional_call(self._net[0], own, args, kwargs, tie_weights=False)
             return read_output(result, self._output)
 
         try:

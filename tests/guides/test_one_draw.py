@@ -337,6 +337,16 @@ def test_outputs_are_those_that_the_likelihood_reads():
         ps.KTiedGuide(ps.Classifier(net, num_data=8)).sample_functions(2)(x)
 
 
+def test_functions_of_a_shared_layer_are_the_same_in_each_call():
+    layer = nn.Linear(3, 3)
+    net = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(3, 3))
+    net[3].bias = layer.bias
+    guide, x = ps.MeanFieldGuide(ps.Regressor(ps.bayesianize(net), 8, 0.1)), torch.randn(7, 3)
+    functions, expected = sampled(guide, 2, x)
+    for _ in range(3):
+        close(functions(x), expected)
+
+
 def test_it_is_exported_as_one_graph_for_any_batch():
     functions, x = ps.KTiedGuide(make_regressor(8)).sample_functions(3), torch.randn(7, 3)
     batch = torch.export.Dim("batch")
