@@ -191,11 +191,30 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put back the classes, parameters, buffers and parts of modules if a block raises.
 
-    A pass under vmap may fail while a net has other ones, such as adapters of parameters.
+    A pass under vmap may fail while a net has other ones, such as adapters of parameters. A pass that
+    leaves its own tensors in place of parameters or buffers raises a ``NotImplementedError``. Other
+    attributes with such tensors, which nothing can read or copy, are put back.
     """
     kept = [(each, type(each), {name: {**vars(each)[name]} for name in _PARTS}) for each in modules]
+    attributes = [
+        (own, {**own})
+        for module, *_ in kept
+        for own in (vars(module), *vars(module).values())
+        if isinstance(own, dict)
+    ]
     try:
         yield
+        for module, kind, parts in kept:
+            before = parts["_parameters"] | parts["_buffers"]
+            changed = (
+                pair for pair in own_tensors(module).items() if pair[1] is not before.get(pair[0])
+            )
+            if left := [name for name, value in changed if _belongs_to_pass(value)]:
+                plain = kind.__name__.removeprefix("Pyro")
+                raise NotImplementedError(
+                    f"A {plain} sets {left} to values of this pass alone. Write into buffers, and in "
+                    "training mode only."
+                )
     except BaseException:
         for module, kind, parts in kept:
             module.__class__ = kind
@@ -203,6 +222,19 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
                 vars(module)[name].clear()
                 vars(module)[name].update(own)
         raise
+    finally:
+        for own, before in attributes:
+            for name in [name for name, value in own.items() if value is not before.get(name)]:
+                if any(map(_belongs_to_pass, tree_leaves(own[name]))):
+                    del own[name]
+                    own.update({name: before[name]} if name in before else {})
+
+
+def _belongs_to_pass(value: Any) -> bool:
+    """Whether a value is a tensor of a transform that is over, or one that stands for values."""
+    if not isinstance(value, Tensor):
+        return False
+    return type(value) not in (Tensor, nn.Parameter) or is_left_by_transform(value)
 
 
 _PARTS = ("_parameters", "_buffers", "_modules")

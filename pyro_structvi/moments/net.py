@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, checked, naming
 from pyro_structvi._pyro import site_values
-from pyro_structvi._torch import not_compiled
+from pyro_structvi._torch import not_compiled, parts_kept
 from pyro_structvi.moments import rules as rules  # the rules of random tensors
 from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
@@ -28,7 +28,8 @@ def output_moments(
     with site_values(model) as cache:
         cache.update(values)
         try:
-            output, _ = model.run_net(x)
+            with parts_kept(model.modules()):
+                output, _ = model.run_net(x)
         except NotImplementedError as error:
             raise NotImplementedError(_explained(error, model, settings)) from None
     if isinstance(output, RandomTensor):

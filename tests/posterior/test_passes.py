@@ -1,7 +1,9 @@
 """Many draws in one pass: the same numbers as one by one, within the memory that is allowed."""
 
+import copy
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pyro
 import pyro.distributions as dist
@@ -390,3 +392,43 @@ def test_a_net_that_vmap_leaves_halfway_is_put_back():
             use()
         torch.testing.assert_close(ps.predict(model, draws, x).functions, expected)
     assert ps.diagnostics.pareto_k(model, guide, x, y, num_samples=100).elbo < 0
+
+
+class Binding(nn.Linear):
+    """Sets an attribute, or a buffer, to its outputs."""
+
+    def __init__(self, attribute):
+        super().__init__(3, 1)
+        self.attribute, self.kept = attribute, None
+        self.register_buffer("running", torch.zeros(12, 1))
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        setattr(self, self.attribute, outputs)
+        return outputs
+
+
+@pytest.mark.parametrize("attribute", ["running", "kept"])
+def test_a_pass_of_several_draws_leaves_none_of_its_tensors_in_a_model(attribute):
+    model = ps.Regressor(ps.bayesianize(Binding(attribute)), 12, 0.3)
+    (x, y), guide = regression_data(), ps.MeanFieldGuide(model, init_scale=0.5)
+    draws = guide.joint_posterior().draw_many(range(3))
+    expected = torch.stack([
+        guide.to_net({name: value[i] for name, value in draws.items()})(x) for i in range(3)
+    ])
+    elbo = ps.StructuredELBO(num_particles=2, vectorize_particles=True)
+    message = r"A Binding sets \['running'\] to values of this pass alone. Write into buffers"
+    for use in (
+        lambda: elbo.loss(model, guide, x, y),
+        lambda: ps.predict_moments(model, guide, x),
+    ):
+        is_refused = attribute == "running"
+        with pytest.raises(RuntimeError, match=message) if is_refused else nullcontext():
+            use()
+        assert type(getattr(model.net, attribute)) is torch.Tensor
+        assert torch.isfinite(getattr(model.net, attribute)).all()
+    torch.testing.assert_close(ps.predict(model, draws, x).functions, expected)
+    assert torch.isfinite(copy.deepcopy(model).state_dict()["net.running"]).all()
+    functions = guide.sample_functions(2)
+    outputs = functions(x)
+    assert torch.equal(copy.deepcopy(functions)(x), outputs)
