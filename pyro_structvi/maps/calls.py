@@ -242,7 +242,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Lookup | None:
     """Read a lookup, or None where it writes into the weight or changes its gradient."""
-    if weight.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+    if weight.dim() != 2 or max_norm is not None or scale_grad_by_freq:
         return None
     return Lookup(input, weight, padding_idx)
 

@@ -382,8 +382,9 @@ class _PassValues(dict[str, Tensor]):
         if value is None:
             raise RuntimeError(
                 f"The weight at site '{name}' is needed again in a backward pass, and the pass that it "
-                "belongs to is not known. Checkpoint parts of the net, not the whole net, and pass "
-                "`use_reentrant=False` to `torch.utils.checkpoint.checkpoint`."
+                "belongs to is not known. Checkpoint parts of the net, not the whole net, pass "
+                "`use_reentrant=False` to `torch.utils.checkpoint.checkpoint`, and `vectorize=False` to "
+                "a mixture, since draws in one pass cannot be computed again."
             )
         return value
 

@@ -144,6 +144,15 @@ def test_checkpoints_that_were_not_seen_are_an_error(family):
         loss.backward()
 
 
+def test_draws_in_one_pass_are_told_to_take_turns():
+    model = make("not reentrant", MeanField())[0]
+    loss = ps.StructuredELBO().differentiable_loss(
+        model, ps.EnsembleGuide(model, 2), *regression_data()
+    )
+    with pytest.raises(RuntimeError, match=r"needed again in a backward pass.*`vectorize=False`"):
+        loss.backward()
+
+
 def test_a_net_that_is_checkpointed_as_a_whole():
     net = ps.bayesianize(Blocks(None), prior=1.0)
     data = regression_data()

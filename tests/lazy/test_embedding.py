@@ -162,8 +162,7 @@ def test_tables_that_cannot_give_rows_are_drawn():
         assert_drawn(lazy(make(case)))
     for options in ({"count": None}, {"count": 2}, {"local_reparam": False}):
         assert_drawn(lazy(**options))
-    for option in ("scale_grad_by_freq", "sparse"):
-        assert_drawn(lazy(), **{option: True})
+    assert_drawn(lazy(), scale_grad_by_freq=True)
     weight = lazy(MeanFieldNormal(torch.ones(MATRIX), torch.tensor(0.1)))
     rows = assert_drawn(weight, INDEX[:, :1], max_norm=0.5)
     torch.testing.assert_close(rows.norm(dim=-1), torch.full((2, 1), 0.5), rtol=1e-5, atol=0)
@@ -207,6 +206,19 @@ def test_a_training_step_draws_the_table_only_without_a_rule(monkeypatch):
         for key, parameter in guide.named_parameters():
             assert torch.isfinite(parameter.grad).all(), (name, key)
             assert parameter.grad.ne(0).any(), (name, key)
+
+
+@pytest.mark.parametrize("prior", [1.0, {"0.*": None, "*": 1.0}])
+@pytest.mark.parametrize("make_guide", [ps.MAPGuide, ps.KTiedGuide])
+def test_tables_with_sparse_gradients_are_trained_as_others(make_guide, prior):
+    found = []
+    for is_sparse in (False, True):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.EmbeddingBag(6, 3, sparse=is_sparse), nn.Linear(3, 2))
+        model, data = ps.Classifier(ps.bayesianize(net, prior), 16), make_bags()[1]
+        options = {"num_steps": 2, "compiled": False, "progress": False}
+        found.append(ps.fit(model, make_guide(model), data, **options).elbo)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("local_reparam", [True, "exact"])
