@@ -303,6 +303,8 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
     added = copy(config)
     if hasattr(added, "init_lora_weights"):
         added.init_lora_weights = True  # others, such as PiSSA's, change the base
+    if hasattr(added, "layer_replication"):
+        added.layer_replication = None  # each adapter would replicate the layers once more
     draws = guide.joint_posterior().draw_many(range(num_draws))
     drawn = [name for name in state if f"net.{name}" in draws]
     own = [name for name in state if active in name.split(".")]

@@ -95,11 +95,21 @@ def test_draws_are_those_of_the_active_adapter():
     assert torch.equal(found(**inputs()).logits, expected)
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_draws_leave_the_base_where_new_adapters_change_it(init, tmp_path):
-    """These starts of peft are the largest parts of a weight, and the base is the rest."""
-    options = {"target_modules": ["q_proj"], "init_lora_weights": init, "task_type": "CAUSAL_LM"}
-    net = peft.get_peft_model(base(), peft.LoraConfig(r=4, **options)).eval()
+@pytest.mark.parametrize(
+    "changing",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"layer_replication": [[0, 2], [1, 2]]},
+    ],
+)
+def test_draws_leave_the_base_where_new_adapters_change_it(changing, tmp_path):
+    """Starts are the largest parts of a weight, and the base is the rest; or layers are repeated."""
+    options = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    net = peft.get_peft_model(base(), peft.LoraConfig(r=4, **options, **changing)).eval()
+    for name, value in net.named_parameters():
+        if "lora_B" in name:  # 0 in a new adapter
+            torch.nn.init.normal_(value)
     _, guide = make(net=net)
     found, expected = with_draws(guide, 2)
     assert torch.equal(found(**inputs()).logits, guide.to_net()(**inputs()).logits)
