@@ -32,15 +32,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
-def kernels_for_vmap(like: Tensor) -> Iterator[None]:
+def kernels_for_vmap(like: Tensor, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Run a block on the device of a tensor with kernels of attention that :func:`torch.func.vmap` maps.
 
-    It runs others in a loop, with a warning.
+    It runs others in a loop, with a warning. The parts of modules are kept, as by :func:`parts_kept`.
     """
     is_fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH) if like.device.type == "cpu" else nullcontext():
+        kernels = sdpa_kernel(SDPBackend.MATH) if like.device.type == "cpu" else nullcontext()
+        with kernels, parts_kept(modules):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)

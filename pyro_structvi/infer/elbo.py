@@ -23,7 +23,7 @@ from pyro_structvi._checks import (
     checked,
     warn_user,
 )
-from pyro_structvi._torch import kernels_for_vmap, parts_kept
+from pyro_structvi._torch import kernels_for_vmap
 from pyro_structvi.infer.terms import ELBOTerms, average, expected_terms, terms_of
 from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.structured import StructuredGuide
@@ -232,7 +232,7 @@ class StructuredELBO(ELBO):
         joint.factorize()
         try:
             like = next(guide.parameters(), torch.empty(()))
-            with parts_kept(modules_of(model)), kernels_for_vmap(like):
+            with kernels_for_vmap(like, modules_of(model)):
                 return _run_together(run, joint.stacked(count))
         except RuntimeError as error:
             # The model says itself what is wrong with one draw, too.

@@ -293,7 +293,7 @@ def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, i
         try:
             like = next(iter(flat.values()), torch.empty(()))
             # Values cannot be validated under vmap.
-            with pyro.validation_enabled(False), kernels_for_vmap(like):
+            with pyro.validation_enabled(False), kernels_for_vmap(like, net.modules()):
                 outputs: Tensor = torch.func.vmap(run, randomness="different")(flat)
         finally:
             cache.update(values)

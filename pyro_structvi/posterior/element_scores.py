@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._nested import map_nested
 from pyro_structvi._pyro import ONE_THREAD
+from pyro_structvi._torch import kernels_for_vmap
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.posterior.passes import Values, as_arguments, as_batches
 from pyro_structvi.posterior.runs import (
@@ -19,6 +20,7 @@ from pyro_structvi.posterior.runs import (
     run_at_draw,
     sample_nodes,
 )
+from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_distributions import PointMass
 
@@ -104,6 +106,7 @@ def laplace_variances(
         return density
 
     information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}
+    like = next(iter(own.values()))
     with ONE_THREAD, evaluation_mode(model):
         for args, _ in batches * num_samples:
             trace = run_at_draw(model, values, args)
@@ -113,7 +116,8 @@ def laplace_variances(
             gradient_of = torch.func.grad(partial(log_prob, observed))
             in_dims = (None, 0, *(0 for _ in args))
             each = torch.func.vmap(gradient_of, in_dims, randomness="different")
-            with pyro.validation_enabled(False):  # vmap has no values to validate
+            kernels = kernels_for_vmap(like, modules_of(model))
+            with pyro.validation_enabled(False), kernels:  # vmap has no values to validate
                 gradients: Values = each(chosen, drawn, *args)  # (batch, *shape) by site
             for name, gradient in gradients.items():
                 information[name] += at_least_single(gradient).square().sum(0) / num_samples

@@ -12,13 +12,7 @@ from torch.func import functional_call
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
-from pyro_structvi._torch import (
-    compute_by_hooks,
-    kernels_for_vmap,
-    own_tensors,
-    parts_kept,
-    remove_hooks,
-)
+from pyro_structvi._torch import compute_by_hooks, kernels_for_vmap, own_tensors, remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
 from pyro_structvi.nn.padding import ROW, has_padding_row, put_padding, write_padding_row
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
@@ -200,7 +194,7 @@ class SampledFunctions(nn.Module):
 
         try:
             like = next(iter(stacked.values()))
-            with parts_kept(self._net[0].modules()), kernels_for_vmap(like):
+            with kernels_for_vmap(like, self._net[0].modules()):
                 outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
         except (KeyError, RuntimeError) as error:  # also of a net that changes its parts
             raise RuntimeError(

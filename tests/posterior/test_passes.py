@@ -416,11 +416,14 @@ def test_a_pass_of_several_draws_leaves_none_of_its_tensors_in_a_model(attribute
     expected = torch.stack([
         guide.to_net({name: value[i] for name, value in draws.items()})(x) for i in range(3)
     ])
-    elbo = ps.StructuredELBO(num_particles=2, vectorize_particles=True)
+    several = {"num_particles": 2, "vectorize_particles": True}
+    elbo, pyros = ps.StructuredELBO(**several), pyro.infer.Trace_ELBO(**several)
     message = r"A Binding sets \['running'\] to values of this pass alone. Write into buffers"
     for use in (
         lambda: elbo.loss(model, guide, x, y),
+        lambda: pyros.loss(model, guide, x, y),
         lambda: ps.predict_moments(model, guide, x),
+        lambda: ps.element_scores.laplace_variances(model, guide, x),
     ):
         is_refused = attribute == "running"
         with pytest.raises(RuntimeError, match=message) if is_refused else nullcontext():
