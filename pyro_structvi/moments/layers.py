@@ -78,7 +78,8 @@ def _lerp(input: Any, end: Any, weight: Any) -> Any:
     if not isinstance(weight, RandomTensor):
         return input * (1 - weight) + end * weight
     (a, va), (b, vb), (w, vw) = moments(input), moments(end), moments(weight)
-    loc, spread = torch.lerp(a, b, w), 0 if vw is None else vw
+    # Under autocast the dtypes differ, which `torch.lerp` refuses.
+    loc, spread = a + w * (b - a), 0 if vw is None else vw
     variance = total(
         spread * (b - a).square(),
         None if va is None else ((1 - w) ** 2 + spread) * va,

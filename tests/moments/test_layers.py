@@ -400,6 +400,14 @@ def test_a_layer_has_the_moments_of_its_equations(kind, join_bias):
     torch.testing.assert_close(found.function_variance, expected.variance, rtol=1e-10, atol=1e-12)
 
 
+def test_a_cell_under_autocast_takes_a_state_in_single_precision():
+    cell, x = nn.GRUCell(3, 4).float(), torch.randn(2, 3, dtype=torch.float32)
+    h = torch.randn(2, 4, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cell(known(x), h)
+    torch.testing.assert_close(found.loc, cell(x, h), rtol=0.05, atol=0.05, check_dtype=False)
+
+
 def test_an_interpolation_of_independent_normals_is_exact():
     """A polynomial of degree one in each argument."""
     parts = [random_input(2) for _ in range(3)]
