@@ -33,6 +33,7 @@ from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.training import Weight, make_optimizer, objective_of
+from pyro_structvi.infer.validation import same_randomness
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import frozen_keys
 from pyro_structvi.posterior import predict
@@ -81,9 +82,10 @@ class StructuredTrainer(Trainer):
     change.
 
     ``eval_loss`` is minus the log predictive density per label of a mini-batch, and as for any Trainer
-    the mean over mini-batches counts their examples, not labels. ``compute_metrics`` has the predictive
-    mean: probabilities, of ``labels[:, 1:]`` where ``shift=True``. Checkpoints have the state of the
-    guide and of the model, without frozen parameters.
+    the mean over mini-batches counts their examples, not labels. Its noise is the same each time, and
+    changes no training. ``compute_metrics`` has the predictive mean: probabilities, of ``labels[:, 1:]``
+    where ``shift=True``. Checkpoints have the state of the guide and of the model, without frozen
+    parameters.
 
     Args:
         model: The model.
@@ -171,6 +173,11 @@ class StructuredTrainer(Trainer):
         """Return the loss of a mini-batch, with the weight of the KL at this step."""
         self.model.elbo.step = self.state.global_step
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Return an evaluation, by the same noise each time and without a change of the training."""
+        with same_randomness(self.args.device):
+            return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any) -> None:
         """Log the KL and its weight beside the loss."""

@@ -173,6 +173,17 @@ def test_evaluation_has_the_predictive_density_and_mean(tmp_path):
     assert predicted.shape == (SIZE, LENGTH - 1, WORDS)
 
 
+def test_an_evaluation_has_the_same_noise_each_time_and_changes_no_training(tmp_path):
+    found = []
+    for options in ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows()}):
+        model, guide = make()
+        trainer = train(model, guide, tmp_path, max_steps=3, **options)
+        found.append(state_of(guide))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    last = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line][-1]
+    assert trainer.evaluate()["eval_loss"] == last
+
+
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints_recompute_with_the_same_weights(local, reentrant, tmp_path):
