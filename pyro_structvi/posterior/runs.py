@@ -25,7 +25,7 @@ from pyro_structvi._checks import (
     warn_user,
 )
 from pyro_structvi._nested import nested_tensors
-from pyro_structvi._torch import inside_transform, take_apart
+from pyro_structvi._torch import BatchOrInstanceNorm, inside_transform, take_apart
 from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
 from pyro_structvi.sites.finding import (
@@ -38,7 +38,7 @@ from pyro_structvi.sites.finding import (
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 
-_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OF_EACH_EXAMPLE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # averaged
 
 
 class _AtDraw(Messenger):
@@ -231,11 +231,11 @@ def evaluation_mode(model: Any, differentiable: bool = False) -> Iterator[None]:
 
 
 class SharedStatisticsWarning(UserWarning):
-    """Members of an ensemble share the running statistics of batch normalization."""
+    """Members of an ensemble share the running statistics of batch or instance normalization."""
 
 
 class BatchStatistics:
-    """Mean and variance of the inputs of batch normalization, measured at a draw.
+    """Mean and variance of the inputs of batch or instance normalization, measured at a draw.
 
     Running statistics are averages over draws, and fit no member of an ensemble, whose features differ.
     """
@@ -265,6 +265,8 @@ class BatchStatistics:
                 inputs: Tensor = [*args, *kwargs.values()][0]
                 dims = [dim for dim in range(inputs.dim()) if dim != 1]
                 mean, variance = inputs.mean(dims), inputs.var(dims, correction=0)
+                if isinstance(layer, _OF_EACH_EXAMPLE):
+                    variance = inputs.var(dims[1:], correction=0).mean(0)
                 found[f"{name}.mean"] = mean.to(layer.running_mean.dtype)
                 found[f"{name}.variance"] = variance.to(layer.running_var.dtype)
             _set_statistics(layer, found[f"{name}.mean"], found[f"{name}.variance"])
@@ -282,7 +284,7 @@ def warn_of_shared_statistics(model: Callable[..., Any]) -> None:
     """Warn if members of an ensemble share running statistics in a model."""
     if layers := _running_layers(model):
         warn_user(
-            f"The members of this ensemble share the running statistics of {len(layers)} batch "
+            f"The members of this ensemble share the running statistics of {len(layers)} "
             "normalizations, which are averages over members and fit none of them. Pass "
             "`predict(..., batch_statistics=x)` with some hundred inputs of the training, or use a "
             "normalization without running statistics, such as `torch.nn.GroupNorm`.",
@@ -291,7 +293,7 @@ def warn_of_shared_statistics(model: Callable[..., Any]) -> None:
 
 
 def _running_layers(model: Callable[..., Any]) -> list[Any]:
-    layers = (layer for layer in modules_of(model) if isinstance(layer, _LAYERS))
+    layers = (layer for layer in modules_of(model) if isinstance(layer, BatchOrInstanceNorm))
     return [layer for layer in layers if layer.running_mean is not None]
 
 

@@ -129,9 +129,28 @@ def test_members_that_share_running_statistics_are_warned_of():
     inducing = lambda model: ps.InducingWeightGuide(model, (2, 2), "ensemble")  # noqa: E731
     for make_guide in (ensemble, inducing):
         model, guide, x, reference = make(make_guide)
-        with pytest.warns(SharedStatisticsWarning, match="statistics of 1 batch normalizations"):
+        with pytest.warns(SharedStatisticsWarning, match="statistics of 1 normalizations"):
             ps.predict(model, guide, x, num_samples=2)
         # Warnings are errors in tests.
         ps.predict(model, guide, x, num_samples=2, batch_statistics=reference)
     model, guide, x, _ = make(ps.MeanFieldGuide)
     ps.predict(model, guide, x, num_samples=2)
+
+
+def test_instance_normalization_has_the_average_variance_of_an_example():
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    net = nn.Sequential(nn.Conv1d(2, 4, 2), norm, nn.Flatten(), nn.Linear(20, 3))
+    model = ps.Regressor(ps.bayesianize(net, normalization=False), 40, 0.1)
+    guide, x, reference = ensemble(model), torch.randn(5, 2, 6), 2 * torch.randn(20, 2, 6) + 1
+    guide.initialize(x)
+    with pytest.warns(SharedStatisticsWarning, match="statistics of 1 normalizations"):
+        ps.predict(model, guide, x)
+    expected = []
+    for number in range(SIZE):
+        net = guide.to_net(guide.draw(number=number)).eval()
+        inputs = net[0](reference).detach()
+        net[1].running_mean = inputs.mean((0, 2))
+        net[1].running_var = inputs.var(2, correction=0).mean(0)
+        expected.append(net(x))
+    found = ps.predict(model, guide, x, batch_statistics=reference).functions
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-12)
