@@ -187,8 +187,9 @@ def predict(
         site: The name of the observed site, if ambiguous.
         max_memory: Memory for weights and layer outputs of the draws in one pass, in GiB. Temporary
             tensors may double it. Larger values are often faster on a GPU.
-        batch_statistics: Reference inputs, some hundred training inputs. Batch normalization uses their
-            mean and variance at each draw in place of running statistics. Ensembles need it.
+        batch_statistics: Reference inputs, some hundred training inputs. Batch and instance
+            normalization use their mean and variance at each draw in place of running statistics.
+            Ensembles need it.
         progress: Whether to show a progress bar.
         differentiable: Whether to keep gradients with respect to inputs and parameters.
 
