@@ -194,28 +194,27 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     A pass under vmap may fail while a net has other ones, such as adapters of parameters. A pass that
     leaves its own tensors in place of parameters or buffers raises a ``NotImplementedError``. Other
-    attributes with such tensors, which nothing can read or copy, are put back.
+    attributes with such tensors, which nothing can read or copy, are put back. Modules of Pyro in
+    evaluation mode are left out, which forget caches of a pass themselves.
     """
     kept = [(each, type(each), {name: {**vars(each)[name]} for name in _PARTS}) for each in modules]
+    watched = [each for each in kept if each[0].training or not hasattr(each[0], "_pyro_name")]
     attributes = [
         (own, {**own})
-        for module, *_ in kept
+        for module, *_ in watched
         for own in (vars(module), *vars(module).values())
         if isinstance(own, dict)
     ]
     try:
         yield
-        for module, kind, parts in kept:
+        for module, kind, parts in watched:
             before = parts["_parameters"] | parts["_buffers"]
             changed = (
                 pair for pair in own_tensors(module).items() if pair[1] is not before.get(pair[0])
             )
             if left := [name for name, value in changed if _belongs_to_pass(value)]:
                 plain = kind.__name__.removeprefix("Pyro")
-                raise NotImplementedError(
-                    f"A {plain} sets {left} to values of this pass alone. Write into buffers, and in "
-                    "training mode only."
-                )
+                raise NotImplementedError(f"A {plain} sets {left} to values of this pass alone.")
     except BaseException:
         for module, kind, parts in kept:
             module.__class__ = kind

@@ -14,6 +14,7 @@ from pyro_structvi.moments import rules as rules  # the rules of random tensors
 from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.random_module import forget_caches
 from pyro_structvi.sites.site_posterior import Coupling
 from pyro_structvi.sites.structured import StructuredGuide
 
@@ -30,6 +31,7 @@ def output_moments(
         try:
             with parts_kept(model.modules()):
                 output, _ = model.run_net(x)
+                forget_caches(model.modules())
         except NotImplementedError as error:
             raise NotImplementedError(_explained(error, model, settings)) from None
     if isinstance(output, RandomTensor):

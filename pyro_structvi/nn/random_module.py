@@ -1,6 +1,6 @@
 """Random parameters of a net, which have values during a pass of the model only."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Never, Self
 
 import torch
@@ -341,6 +341,14 @@ def _changes(contents: Contents) -> Iterator[tuple[dict[Any, Any], Any, Any, Any
             old, new = before.get(key, _MISSING), container.get(key, _MISSING)
             if old is not new:
                 yield container, key, old, new
+
+
+def forget_caches(modules: Iterable[nn.Module]) -> None:
+    """Remove what the last pass in evaluation mode has stored in modules, as before the next one."""
+    for module in modules:
+        values = values_of_pass(module) if isinstance(module, PyroModule) else None
+        if isinstance(values, _PassValues):
+            values.effects.undo()
 
 
 class _PassValues(dict[str, Tensor]):

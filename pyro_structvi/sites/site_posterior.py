@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from pyro_structvi._pyro import inside_plate
 from pyro_structvi._torch import inside_transform, is_recording, parts_kept
+from pyro_structvi.nn.random_module import forget_caches
 from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.weights.lazy import LazySlice, LazyWeight
@@ -433,7 +434,7 @@ def are_plain(values: Iterable[Any]) -> bool:
 
 
 def in_one_pass(
-    run: Callable[[Any], T], values: Any, modules: Iterable[nn.Module] = ()
+    run: Callable[[Any], T], values: Any, modules: Collection[nn.Module] = ()
 ) -> T | None:
     """Map a function over stacked samples by vmap, each with separate random numbers; None if it fails.
 
@@ -444,6 +445,7 @@ def in_one_pass(
         try:
             with parts_kept(modules):
                 results: T = torch.func.vmap(run, randomness="different")(values)
+                forget_caches(modules)
         except Exception:
             return None
     return results
