@@ -265,9 +265,8 @@ def show_parameters(module: PyroModule, attribute: str, value: nn.Parameter | nn
 
 def has_parameters(prefix: str) -> bool:
     """Whether Pyro's param store mirrors parameters whose names begin with a prefix."""
-    pairs = [
-        *_PYRO_PARAM_STORE._params.items()
-    ]  # which a guide may leave meanwhile that is collected
+    # A copy, since a guide that is collected meanwhile leaves the store.
+    pairs = [*_PYRO_PARAM_STORE._params.items()]
     return any(name.startswith(prefix) and _MIRRORED.get(name) is own for name, own in pairs)
 
 

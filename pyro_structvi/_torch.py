@@ -207,14 +207,8 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     ]
     try:
         yield
-        for module, kind, parts in watched:
-            before = parts["_parameters"] | parts["_buffers"]
-            changed = (
-                pair for pair in own_tensors(module).items() if pair[1] is not before.get(pair[0])
-            )
-            if left := [name for name, value in changed if _belongs_to_pass(value)]:
-                plain = kind.__name__.removeprefix("Pyro")
-                raise NotImplementedError(f"A {plain} sets {left} to values of this pass alone.")
+        for module, _, parts in watched:
+            _refuse_values_of_pass(module, parts["_parameters"] | parts["_buffers"])
     except BaseException:
         for module, kind, parts in kept:
             module.__class__ = kind
@@ -228,6 +222,14 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
                 if any(map(_belongs_to_pass, tree_leaves(own[name]))):
                     del own[name]
                     own.update({name: before[name]} if name in before else {})
+
+
+def _refuse_values_of_pass(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Raise if a pass has set parameters or buffers to tensors that are of no use after it."""
+    changed = (pair for pair in own_tensors(module).items() if pair[1] is not before.get(pair[0]))
+    if left := [name for name, value in changed if _belongs_to_pass(value)]:
+        kind = type(module).__name__.removeprefix("Pyro")
+        raise NotImplementedError(f"A {kind} sets {left} to values of this pass alone.")
 
 
 def _belongs_to_pass(value: Any) -> bool:
