@@ -145,12 +145,12 @@ def test_checkpoints_that_were_not_seen_are_an_error(family):
 
 
 def test_draws_in_one_pass_are_told_to_take_turns():
+    """In the backward pass; torch 2.11 maps no checkpoint at all."""
     model = make("not reentrant", MeanField())[0]
-    loss = ps.StructuredELBO().differentiable_loss(
-        model, ps.EnsembleGuide(model, 2), *regression_data()
-    )
-    with pytest.raises(RuntimeError, match=r"needed again in a backward pass.*`vectorize=False`"):
-        loss.backward()
+    guide, elbo = ps.EnsembleGuide(model, 2), ps.StructuredELBO()
+    text = r"needed again in a backward pass.*`vectorize=False`|several draws.*`vectorize=False`"
+    with pytest.raises(RuntimeError, match=text):
+        elbo.differentiable_loss(model, guide, *regression_data()).backward()
 
 
 def test_a_net_that_is_checkpointed_as_a_whole():
