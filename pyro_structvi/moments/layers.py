@@ -20,7 +20,13 @@ from pyro_structvi.moments.nonlinear import (
     propagate,
     square,
 )
-from pyro_structvi.moments.random_tensor import RandomTensor, moments, settings_of, total
+from pyro_structvi.moments.random_tensor import (
+    RandomTensor,
+    moments,
+    random_among,
+    settings_of,
+    total,
+)
 from pyro_structvi.moments.recurrent import RECURRENT_RULES
 
 # ---- sums and products ---------------------------------------------------------------------------
@@ -177,16 +183,20 @@ def _batch_norm(
             "Batch normalization by the statistics of a batch has no moments; call `model.eval()`"
         )
     ones = [1 for _ in range(input.dim() - 2)]
-    centered = input - running_mean.reshape(-1, *ones)
-    found = centered * (running_var + eps).rsqrt().reshape(-1, *ones)
+    if not isinstance(input, RandomTensor):
+        return _affine(F.batch_norm(input, running_mean, running_var, eps=eps), weight, bias, ones)
+    centered = _add(input, running_mean.reshape(-1, *ones), sign=-1)
+    found = _mul(centered, (running_var + eps).rsqrt().reshape(-1, *ones))
     return _affine(found, weight, bias, ones)
 
 
 def _affine(x: Any, weight: Any, bias: Any, ones: Sequence[int] = ()) -> Any:
     """Scale and shift by parameters with further dimensions of size 1."""
     if weight is not None:
-        x = x * weight.reshape(*weight.shape, *ones)
-    return x if bias is None else x + bias.reshape(*bias.shape, *ones)
+        scale = weight.reshape(*weight.shape, *ones)
+        is_known = next(random_among((x, scale)), None) is None
+        x = x * scale if is_known else _mul(x, scale)
+    return x if bias is None else _add(x, bias.reshape(*bias.shape, *ones))
 
 
 def _standardized(x: Any, start: int, num_groups: int, eps: float, center: bool = True) -> Any:
