@@ -176,6 +176,10 @@ def test_a_known_input_is_normalized_by_torch_before_a_random_scale_and_shift(no
         loc, variance = loc + shift.loc, variance + shift.variance
     torch.testing.assert_close(found.loc, loc)
     torch.testing.assert_close(found.variance, variance)
+    if shift is not None:  # alone
+        found = torch.func.functional_call(norm, {"weight": scale.loc, "bias": shift}, (x,))
+        torch.testing.assert_close(found.loc, loc)
+        torch.testing.assert_close(found.variance, shift.variance.expand(3, 4))
 
 
 # ---- dropout and softmax -------------------------------------------------------------------------
