@@ -178,15 +178,16 @@ def test_a_look_without_gradients_leaves_the_image_its_gradients():
     assert q.image_under(DenseMap(), torch.zeros(0, 3)).rsample().shape == (0, 4)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_determinant_of_more_factors_than_elements_is_precise_in_single_precision(size):
-    """Under a diagonal as small as exp(-10); `test_kl_to_normals.py` has large weights."""
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (2,), (100, 100)], ids=str)
+def test_the_determinant_is_precise_in_single_and_mixed_precision(shape, autocast):
+    """More factors than elements, too, under a diagonal as small as exp(-10)."""
     scale = torch.tensor(0.0067, dtype=torch.float32)
-    for factors in torch.randn(50, 3, size):
-        with torch.autocast("cpu", torch.bfloat16):
-            single = LowRankNormal(torch.zeros(size).float(), factors.float(), scale)
+    for factors in torch.randn(50 if len(shape) == 1 else 1, 3, *shape):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            single = LowRankNormal(torch.zeros(shape).float(), factors.float(), scale)
             found = single.log_det_covariance
-        exact = LowRankNormal(torch.zeros(size), factors, scale.double()).log_det_covariance
+        exact = LowRankNormal(torch.zeros(shape), factors, scale.double()).log_det_covariance
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 

@@ -67,14 +67,17 @@ def test_a_kl_is_mapped_by_vmap():
     torch.testing.assert_close(torch.func.vmap(divergence)(loc, factors), looped)
 
 
-def test_nearly_parallel_factors_keep_their_determinant_in_single_precision():
-    """Under autocast, too. In single precision throughout, it is off by some hundredths or tenths."""
-    factors = torch.randn(1, 900, 400) + 1e-3 * torch.randn(2, 900, 400)
+@pytest.mark.parametrize(
+    ("difference", "autocast"), [(1.0, False), (1e-2, False), (1e-3, False), (1e-3, True)]
+)
+def test_nearly_parallel_factors_keep_their_determinant_in_single_precision(difference, autocast):
+    """Added up in single precision throughout, the last is off by some hundredths or tenths."""
+    factors = torch.randn(1, 900, 400) + difference * torch.randn(2, 900, 400)
     single = LowRankNormal(
         torch.zeros(900, 400).float(), 0.01 * factors.float(), torch.tensor(7e-3).float()
     )
     double = LowRankNormal(single.loc.double(), single.factors.double(), single.scale.double())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         terms = [log_det(q._capacitance) / 2 for q in (single, double)]
     torch.testing.assert_close(*terms, rtol=0, atol=3e-3)
 

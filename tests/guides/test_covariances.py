@@ -72,18 +72,20 @@ def numbers_saved(compute, known):
     return sum(storages[address].nbytes() for address in kept) // output.element_size()
 
 
+@pytest.mark.parametrize("diagonal", ["isotropic", "full"])
 @pytest.mark.parametrize(("rank", "inputs", "out"), [(1, 16, 256), (5, 256, 16)])
-def test_a_layer_saves_at_most_what_the_paper_states(rank, inputs, out):
+def test_a_layer_saves_at_most_what_the_paper_states(rank, inputs, out, diagonal):
     """Table 1: (K + 2) numbers for each example and output; a full diagonal takes one more.
 
     Parameters and inputs do not count. Norms, scales and coefficients of an example may be added, and
-    the squares of inputs and scales. A weight for each example exceeds the bound.
+    for a full diagonal the squares of inputs and scales. A weight for each example exceeds the bound.
     """
-    batch = 256
-    shapes = (out, inputs), (rank, out, inputs), (out, inputs), (batch, inputs)
+    full, batch = diagonal == "full", 256
+    shapes = (out, inputs), (rank, out, inputs), (out, inputs) if full else (), (batch, inputs)
     known = *parameters, x = [torch.rand(shape).requires_grad_() for shape in shapes]
     q = LowRankNormal(*parameters)
-    bound = (rank + 3) * out * batch + (rank + 4) * batch + inputs * batch + inputs * out
+    bound = (rank + 2 + full) * out * batch + (rank + 4) * batch
+    bound += (inputs * batch + inputs * out) * full
     assert numbers_saved(lambda: F.linear(x, lazy(q)), known) <= bound
     naive = numbers_saved(lambda: (q.rsample((batch,)) @ x.unsqueeze(-1)).squeeze(-1), known)
     assert naive >= inputs * out * batch > bound

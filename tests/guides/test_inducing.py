@@ -282,6 +282,17 @@ def test_a_layer_that_is_found_late_cannot_draw_with_the_others_but_takes_their_
         torch.testing.assert_close(torch.cat(parts, -1), expected, rtol=0, atol=1e-4)
 
 
+def test_far_quantiles_of_an_ensemble_in_single_precision_are_those_in_double():
+    guide = make_guide(init_scale=0.3, **KINDS["ensemble"])
+    with torch.no_grad():  # numbers of single precision
+        for parameter in guide.parameters():
+            parameter.copy_(parameter.float())
+    levels = [1e-12, 1e-7, 1 - 2**-20]
+    double, single = guide.quantiles(levels), guide.float().quantiles(levels)
+    for name, values in single.items():
+        torch.testing.assert_close(values, double[name].float(), rtol=1e-4, atol=1e-4)
+
+
 def test_a_prior_without_a_standard_deviation_asks_for_one():
     net = ps.bayesianize(nn.Linear(3, 1, bias=False), dist.Cauchy(0.0, 1.0))
     model, data = ps.Regressor(net, 12, 0.3), regression_data()

@@ -108,3 +108,15 @@ def function_pair():
         pyro.sample("mean", dist.Normal(loc, scale))
 
     return model, guide
+
+
+def subsampled():
+    """Return a model whose loss, at a point, depends on the subsample only."""
+    y = 2.0 ** torch.arange(10)
+
+    def model():
+        mean = pyro.sample("mean", dist.Normal(torch.zeros(()), 2.0))
+        with pyro.plate("data", 10, subsample_size=4) as index:
+            pyro.sample("obs", dist.Normal(mean, 1.0), obs=y[index])
+
+    return model, ps.MAPGuide(model)

@@ -75,8 +75,11 @@ def test_a_feed_goes_on_from_every_place(kind):
     ],
 )
 def test_the_number_of_examples_is_not_that_of_a_pass(make_sampler, expected):
-    data = TensorDataset(torch.zeros(20, 3))
-    assert num_examples(DataLoader(data, batch_size=5, sampler=make_sampler(data))) == expected
+    data = TensorDataset(torch.randn(20, 3), torch.zeros(20, 1))
+    loader = DataLoader(data, batch_size=5, sampler=make_sampler(data))
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1), prior=1.0), noise=0.1)
+    ps.fit(model, ps.MeanFieldGuide(model), loader, num_steps=1, progress=False)
+    assert model.num_data == expected
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,13 @@ def test_a_sampler_of_mini_batches_may_take_a_part_of_the_data(make_sampler, exp
 
 def test_a_data_set_of_mini_batches_does_not_tell_the_number_of_examples():
     data = [(torch.randn(5, 3), torch.zeros(5, 1)) for _ in range(4)]
-    assert num_examples(DataLoader(data, batch_size=None, shuffle=True)) is None
+    loader = DataLoader(data, batch_size=None, shuffle=True)
+    net = ps.bayesianize(nn.Linear(3, 1), prior=1.0)
+    model = ps.Regressor(net, noise=0.1)
+    with pytest.raises(
+        ValueError, match="`num_data` must be given to the model, since `data` does"
+    ):
+        ps.fit(model, ps.MeanFieldGuide(model), loader, num_steps=1, progress=False)
 
 
 class Shuffled(BatchSampler):

@@ -126,7 +126,11 @@ def test_longer_runs_are_one_run_if_no_schedule_depends_on_the_number_of_steps(g
 
 @pytest.mark.parametrize(
     "optimizer",
-    [partial(torch.optim.SGD, momentum=0.9), partial(torch.optim.AdamW, amsgrad=True)],
+    [
+        partial(torch.optim.SGD, momentum=0.9),
+        torch.optim.RMSprop,
+        partial(torch.optim.AdamW, amsgrad=True),
+    ],
 )
 def test_other_optimizers_go_on(optimizer, path):
     options = {"optimizer": optimizer, "lr": lambda step: 1e-3}

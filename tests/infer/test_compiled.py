@@ -14,6 +14,7 @@ from tests.infer.compiled_steps import (
     make_k_tied,
     steps_of,
     still,
+    subsampled,
     train,
 )
 from tests.models import HandWritten, make_classifier, make_regressor, regression_data
@@ -55,8 +56,19 @@ def test_particles_compile(vectorize):
     assert_same(make_k_tied, regression_data(), loss=loss)
 
 
+def test_noise_is_fresh_at_each_step():
+    losses = assert_same(make_k_tied, regression_data(), optim=still, steps=20)
+    assert len(set(losses)) == 20
+
+
 def test_functions_with_constrained_parameters_and_subsamples_compile():
     assert_same(function_pair, ())
+
+
+def test_every_step_has_a_subsample_of_its_own():
+    """Of 210 subsamples, 30 draws would hardly be fewer than 10."""
+    losses = assert_same(subsampled, (), optim=still, steps=30)
+    assert len(set(losses)) > 10
 
 
 def test_other_shapes_arguments_and_modes_are_compiled_apart():
@@ -96,3 +108,15 @@ def test_autocast_is_traced_and_not_applied_twice():
     expected = both(compiled=False)
     pyro.set_rng_seed(0)
     assert both(compiled=True) == expected
+
+
+def test_evaluate_loss_takes_no_step():
+    x, y = regression_data()
+    _, state, svi = train(make_k_tied, (x, y), compiled=True)
+    step = svi.loss.step
+    assert svi.evaluate_loss(x, y) > 0
+    assert svi.loss.step == step
+    torch.testing.assert_close(
+        dict(svi.guide.state_dict()),
+        {k[2:]: v for k, v in state.items() if k[2:] in svi.guide.state_dict()},
+    )

@@ -4,6 +4,7 @@ from collections import OrderedDict, UserList
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pyro
@@ -36,10 +37,12 @@ class Shifted(nn.Module):
         super().__init__()
         self.linear, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
         self.register_buffer("shift", torch.zeros(1))
-        self.activation = torch.tanh
+        self.activation, self.factors = torch.tanh, {"output": [3.0]}
+        self.offsets, self.config = OrderedDict(output=0.0), SimpleNamespace(factor=1.0)
 
     def forward(self, x):
-        return self.activation(self.dropout(self.linear(x))) + self.shift
+        output = self.config.factor * self.activation(self.dropout(self.linear(x)))
+        return self.factors["output"][0] * output + self.shift + self.offsets["output"]
 
 
 def prune(svi):
@@ -62,6 +65,22 @@ def replace_function(svi):
     svi.model.net.activation = torch.sin
 
 
+def change_list(svi):
+    svi.model.net.factors["output"][0] = 2.0
+
+
+def change_ordered(svi):
+    svi.model.net.offsets["output"] = 1.0
+
+
+def replace_object(svi):
+    svi.model.net.config = SimpleNamespace(factor=2.0)
+
+
+def change_object(svi):
+    svi.model.net.config.factor = 2.0
+
+
 def shift_outputs(svi):
     svi.model.net.linear.register_forward_hook(lambda module, args, output: output + 1)
 
@@ -81,7 +100,8 @@ def use_twice(svi):
 @pytest.mark.parametrize(
     "change",
     [
-        *(prune, use_twice, shift_outputs, shift_gradients, replace_function),
+        *(prune, use_twice, shift_outputs, shift_gradients, replace_function, change_list),
+        *(change_ordered, replace_object, change_object),
         *(pytest.param(each, marks=pytest.mark.slow) for each in (replace_buffer, evaluate)),
         pytest.param(tell_num_data, marks=pytest.mark.slow),
     ],
@@ -160,8 +180,6 @@ CHANGES = {
     "an attribute": (Options(), lambda value: setattr(value, "scale", 2.0)),
     "a slot": (Slots(), lambda value: setattr(value, "scale", 2.0)),
     "an item of an attribute": (Options({}), lambda value: value.scale.update(a=1)),
-    "an item of an item": ({"a": [1.0]}, lambda value: value["a"].append(2.0)),
-    "an item of an ordered dictionary": (OrderedDict(a=1.0), lambda value: value.update(a=2.0)),
     "an attribute of an item": ({"a": Options()}, lambda value: setattr(value["a"], "scale", 2.0)),
     "an attribute of an attribute": (
         Options(Options()),
@@ -316,9 +334,8 @@ def test_an_evaluation_between_steps_is_no_change(make_guide):
     for _ in range(5):
         svi.step(*data)
     (step,) = steps_of(svi)
-    assert svi.evaluate_loss(*data) > 0
+    svi.evaluate_loss(*data)
     assert svi._step.kind_of(Call(data, {})) is step
-    assert svi.loss.step == 5
 
 
 @pytest.mark.slow

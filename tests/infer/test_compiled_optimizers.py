@@ -82,7 +82,17 @@ def test_a_group_that_is_added_begins_without_gradients_of_earlier_steps(step_of
     torch.testing.assert_close(parameters_after(2), parameters_after(0), rtol=1e-10, atol=0)
 
 
-def test_a_state_of_the_optimizer_that_is_replaced_is_seen():
+def clear(state):
+    state.clear()
+
+
+def begin_anew(state):
+    for own in state.values():
+        own["exp_avg"] = torch.zeros_like(own["exp_avg"])
+
+
+@pytest.mark.parametrize("change", [clear, begin_anew])
+def test_a_state_of_the_optimizer_that_is_replaced_is_seen(change):
     def losses_of(step_of):
         pyro.set_rng_seed(0)
         model, guide = make_k_tied()
@@ -93,8 +103,7 @@ def test_a_state_of_the_optimizer_that_is_replaced_is_seen():
         losses = []
         for number in range(9):
             if number == 6:
-                for own in optimizer.state.values():
-                    own["exp_avg"] = torch.zeros_like(own["exp_avg"])
+                change(optimizer.state)
             losses.append(step(*data).loss)
         return losses
 

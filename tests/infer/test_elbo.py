@@ -382,9 +382,7 @@ def test_each_draw_from_the_exact_posterior_has_the_evidence(name):
     loss = PYROS[name].loss(model, guide, *data)
     loss = loss[0] if isinstance(loss, tuple) else loss  # wake-sleep has a loss of the guide, too
     assert_close(torch.as_tensor(loss, dtype=torch.float64), -evidence)
-    with (
-        torch.no_grad()
-    ):  # Pyro makes numbers of its log weights, of which old versions of torch warn
+    with torch.no_grad():  # torch 2.11 warns where Pyro makes numbers of its log weights
         weights = Importance(model, guide, num_samples=3).run(*data)
     assert_close(weights.get_log_normalizer(), evidence)
     assert_close(weights.get_ESS(), torch.tensor(3.0))

@@ -138,6 +138,22 @@ def test_a_step_of_every_kind_is_checked_before_its_update(number, traced_fit):
     assert unchanged(guide, kept)
 
 
+@pytest.mark.slow
+def test_a_traced_step_names_the_sites_that_are_not_finite(traced_fit):
+    model, guide, (x, y) = make()
+
+    class Batches(list):
+        def __iter__(self):
+            for _ in range(4):
+                yield x, y
+            with torch.no_grad():
+                guide["net.2.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
+            yield x, y
+
+    with pytest.raises(FloatingPointError, match=r"At step 4, the (log|KL).*(obs|net\.2\.weight)"):
+        ps.fit(model, guide, Batches([0] * 5), num_steps=5, progress=False)
+
+
 # ---- what stays eager, and why --------------------------------------------------------------------
 
 

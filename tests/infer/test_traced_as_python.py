@@ -37,6 +37,32 @@ class Remembering(nn.Linear):
         return out
 
 
+class Queueing(nn.Linear):
+    """Keeps its memory in a list that stays the same object."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.memory = [torch.zeros(12, 1)]
+
+    def forward(self, x):
+        out = super().forward(x) + 0.5 * self.memory[0]
+        self.memory.append(out.detach())
+        self.memory.pop(0)
+        return out
+
+
+class Counting(nn.Linear):
+    """Counts its calls in a dictionary."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.numbers = {"calls": 0}
+
+    def forward(self, x):
+        self.numbers["calls"] += 1
+        return super().forward(x) * (1 + 1e-12 * self.numbers["calls"])
+
+
 class Recording(nn.Linear):
     """Keeps for evaluation what it gave last."""
 
@@ -82,7 +108,9 @@ def elbos_of(layer, compiled):
     ("layer", "compiled", "reason"),
     [
         (Remembering, "auto", "a step changes `memory` of module .*Remembering, which a replay"),
+        (Queueing, "auto", "a step changes `memory` of module .*Queueing, which a replay"),
         (Recording, "auto", "a step changes `last` of module .*Recording, which a replay"),
+        (Counting, "auto", "a step changes `numbers` of module .*Counting, which a replay"),
         (Noisier, "auto", "traced, it draws other random numbers than by Python"),
         (LargerByMuch, "auto", r"traced, its numbers differ .*, the loss by \de-0\d of it"),
         (LargerByRounding, "traced", r"traced, its numbers differ .*, the loss by \de-1\d of it"),

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay, History
 from pyro_structvi.infer.data_warnings import PRIOR_DRAWS
+from pyro_structvi.infer.steps.eager import EagerStep
 from tests.models import make_regressor, regression_data
 
 
@@ -193,6 +194,22 @@ def test_point_estimated_parameters_and_running_statistics_are_trained():
     assert not torch.equal(layer.weight, torch.ones(4))
     assert not torch.equal(layer.running_mean, torch.zeros(4))
     assert not any(module.training for module in model.modules())
+
+
+def test_an_interrupt_returns_what_there_is(monkeypatch):
+    model, guide, data = make()
+    original = EagerStep.take
+
+    def interrupted(self, *batch):
+        if self.loss.elbo.step == 5:
+            raise KeyboardInterrupt
+        return original(self, *batch)
+
+    monkeypatch.setattr(EagerStep, "take", interrupted)
+    history = ps.fit(model, guide, data, num_steps=100, progress=False)
+    assert history.interrupted
+    assert len(history.elbo) == 5
+    assert guide.draw()
 
 
 def test_the_progress_bar_shows_the_elbo(capsys):
