@@ -139,7 +139,10 @@ def bde(times: int) -> Callable[..., Score]:
 METHODS: dict[str, Callable[..., Score]] = {
     "chains": bayesian_mlp(refine=True),
     "chains, normal prior": bayesian_mlp(prior_df=None),
+    "chains, skip": bayesian_mlp(refine=True, skip=True),
     "points": bayesian_mlp(refine=False),
+    "points, skip": bayesian_mlp(refine=False, skip=True),
+    "mixture, skip": bayesian_mlp(posterior="mixture", refine=False, skip=True),
     "mixture": bayesian_mlp(posterior="mixture", refine=False),
     "matrix normal": bayesian_mlp(posterior="matrix_normal", refine=False),
     "deep ensemble": bayesian_mlp((50, 50), activation="relu", refine=False),

@@ -349,6 +349,19 @@ def test_any_guide_is_a_posterior(table):
         assert len(draws) == (2 if name == "ensemble" else 200)
 
 
+@pytest.mark.parametrize("posterior", ["ensemble", "mixture", *base.POSTERIORS])
+def test_a_skip_layer_adds_a_linear_map_of_the_inputs(table, posterior):
+    inputs, targets = table
+    options = POINT | {"skip": True, "num_steps": 5, "posterior": posterior}
+    estimator = BayesianMLPRegressor((4,), **options).fit(inputs, targets)
+    before, slopes = estimator.predict(inputs), estimator.draws_["net.skip.weight"]
+    for draw in slopes:
+        draw += torch.tensor([[0.5, -1.0, 2.0], [0.0, 0.0, 0.0]])
+    added = estimator.x_scaler_.transform(inputs) @ [0.5, -1.0, 2.0]
+    expected = before + estimator.y_scaler_.scale_[0] * added
+    np.testing.assert_allclose(estimator.predict(inputs), expected, rtol=1e-10)
+
+
 @pytest.mark.parametrize(
     ("refine", "most", "expected"),
     [
@@ -403,6 +416,8 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
             BayesianMLPRegressor((4,), **POINT | option).fit(*table)
     with pytest.raises(TypeError, match=r"`posterior` must return a guide .* an AutoNormal"):
         BayesianMLPRegressor((4,), **POINT | {"posterior": AutoNormal}).fit(*table)
+    with pytest.raises(TypeError, match="`skip` must be True or False, but got 'linear'"):
+        BayesianMLPRegressor((4,), skip="linear", **POINT).fit(*table)
     for sizes in (0, (4, -1), (4.5,), "8"):
         with pytest.raises(ValueError, match="`hidden_layer_sizes` must be whole numbers"):
             BayesianMLPRegressor(sizes, **POINT).fit(*table)

@@ -46,6 +46,7 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
     "global_inducing": guides.GlobalInducingGuide,
 }
 OPTIONS: dict[str, Any] = {  # and their ranges
+    "skip": bool,
     "prior_scale": Positive,
     "prior_df": Positive | None,
     "num_members": Count,
@@ -66,6 +67,19 @@ FUNCTIONS_AT_A_TIME = 500_000  # of all draws and rows, in a pass of a predictio
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
 
+class WithSkip(nn.Module):
+    """A net and a linear map of its inputs, whose sum is the output."""
+
+    def __init__(self, net: nn.Module, skip: nn.Module) -> None:
+        super().__init__()
+        self.net, self.skip = net, skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum for inputs ``(N, features)``."""
+        output: Tensor = self.net(x) + self.skip(x)
+        return output
+
+
 @dataclass(eq=False, repr=False)
 class BayesianMLP(BaseEstimator):
     """The common part of the regressor and the classifier.
@@ -79,6 +93,7 @@ class BayesianMLP(BaseEstimator):
     hidden_layer_sizes: Sequence[int] | int = (16, 16, 16, 16)
     _: KW_ONLY
     activation: str = "silu"
+    skip: bool = False
     prior_scale: float = 1.0
     prior_df: float | None = 4.0
     posterior: str | Callable[..., StructuredGuide] = "auto"
@@ -198,7 +213,8 @@ class BayesianMLP(BaseEstimator):
         layers: list[nn.Module] = []
         for size, next_size in pairwise(sizes):
             layers += [linear(size, next_size), ACTIVATIONS[self.activation]()]
-        return nn.Sequential(*layers, linear(sizes[-1], num_outputs))
+        net = nn.Sequential(*layers, linear(sizes[-1], num_outputs))
+        return WithSkip(net, linear(num_inputs, num_outputs, bias=False)) if self.skip else net
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
         raise NotImplementedError
