@@ -154,7 +154,8 @@ class StructuredModule(LightningModule):
     def on_train_start(self) -> None:
         """Tell the model how many examples there are, and give each process separate noise."""
         self._restore = {}
-        set_num_data(self.model, self.guide, num_examples(self.trainer.train_dataloader))
+        found = num_examples(self.trainer.train_dataloader, self.trainer.num_training_batches)
+        set_num_data(self.model, self.guide, found)
         if self.trainer.world_size > 1:  # whose generators have one seed
             place = self.global_rank + self.trainer.world_size * (1 + self.global_step)
             torch.manual_seed(torch.initial_seed() + place)

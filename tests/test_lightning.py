@@ -119,6 +119,23 @@ def test_a_schedule_counts_steps_of_the_optimizer(tmp_path):
     assert {"elbo", "kl", "log_likelihood", "kl_weight"} <= {*header}
 
 
+@pytest.mark.parametrize(
+    ("options", "shuffles", "expected"),
+    [
+        ({"limit_train_batches": 2}, False, 16),
+        ({"limit_train_batches": 0.4}, False, 8),
+        ({"overfit_batches": 2}, False, 16),
+        ({}, False, SIZE),
+        ({"limit_train_batches": 2}, True, SIZE),
+    ],
+)
+def test_the_examples_are_those_that_the_trainer_visits(options, shuffles, expected):
+    """Several epochs visit all examples where each shuffles them."""
+    module, data = make(ps.MAPGuide), loader().dataset
+    train(module, DataLoader(data, batch_size=8, shuffle=shuffles), **options)
+    assert module.model.num_data == expected
+
+
 def test_mixed_precision():
     module = make(dtype=torch.float32)
     before = state_of(module)

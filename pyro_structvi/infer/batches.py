@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -131,11 +132,12 @@ def as_batches(
     return data
 
 
-def num_examples(batches: Any) -> int | None:
+def num_examples(batches: Any, limit: float = math.inf) -> int | None:
     """Return how many examples the passes visit, or None where that is not known.
 
     A sampler that draws examples at random may take other numbers of them in a pass. A data set of whole
-    mini-batches, and a user's sampler of these, tell no number of examples.
+    mini-batches, and a user's sampler of these, tell no number of examples. A pass ends after ``limit``
+    mini-batches.
     """
     if isinstance(batches, TensorBatches):
         return len(batches.sampler)
@@ -146,8 +148,9 @@ def num_examples(batches: Any) -> int | None:
     if isinstance(sampler, WeightedRandomSampler):
         return int((sampler.weights > 0).sum())
     is_of_all = isinstance(sampler, DistributedSampler)
-    if isinstance(sampler, SequentialSampler) and getattr(whole, "drop_last", False):
-        return len(whole) * int(whole.batch_size)  # no pass visits the last examples
+    if isinstance(sampler, SequentialSampler) and type(whole) is BatchSampler:
+        # No pass visits the examples after its last mini-batch.
+        return min(len(sampler), whole.batch_size * int(min(len(whole), limit)))
     chosen = batches.dataset if is_of_all else getattr(sampler, "data_source", sampler)
     return len(chosen) if isinstance(chosen, Sized) else None
 
