@@ -19,6 +19,7 @@ from pyro_structvi.infer.batches import Arguments, arguments_of, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.infer.elbo import CosineDecay, StructuredELBO
 from pyro_structvi.infer.steps.eager import Loss, error_of
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.state import Modules
 from pyro_structvi.infer.stored_parameters import refuse_stored_parameters
 from pyro_structvi.infer.terms import ELBOTerms
@@ -147,6 +148,7 @@ class StructuredModule(LightningModule):
         self._elbo = objective_of(elbo, kl_weight, int(total))
         trained = [value for value in self.parameters() if value.requires_grad]
         made = make_optimizer(optimizer, self.guide, trained, lr, int(total))
+        OneOptimizer(made)  # which refuses one of several losses in a step, as L-BFGS
         rate = lr if callable(lr) else CosineDecay(int(total))
         schedule = {"scheduler": _Rates(made, rate), "interval": "step"}
         return {"optimizer": made, "lr_scheduler": schedule}

@@ -295,6 +295,8 @@ def test_what_cannot_be_trained():
     with pytest.raises(ValueError, match="Give one of `kl_weight` and a `kl_weight` of `elbo`"):
         make(elbo=ps.StructuredELBO(kl_weight=0.5), kl_weight=0.1)
     assert make(elbo=ps.StructuredELBO(kl_weight=0.5))._elbo.kl_weight == 0.5
+    with pytest.raises(TypeError, match="LBFGS computes the loss several times in a step"):
+        train(make(optimizer=torch.optim.LBFGS))
 
 
 def test_parameters_of_the_param_store_are_refused():
