@@ -18,7 +18,7 @@ from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.chains import Chains, Compiled, gradients_of, without_python
 from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of
 from pyro_structvi.reference.log_joint import LogJoint
-from pyro_structvi.sites.finding import modules_of, separate_randomness
+from pyro_structvi.sites.finding import find_sites_by_running, modules_of, separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 
 
@@ -142,6 +142,7 @@ def mclmc(
     start = time.perf_counter()
     parts = parts_kept(modules_of(model))
     with ONE_THREAD, separate_randomness(), evaluation_mode(model), evaluation_mode(guide), parts:
+        find_sites_by_running(model, batches.data, {})  # which names inputs of another dtype
         pyro.set_rng_seed(seed)
         target = LogJoint(model, guide, batches.data)
         position = torch.stack([

@@ -20,7 +20,6 @@ from pyro_structvi._checks import (
     Count,
     check_finite,
     check_no_nan,
-    check_same_kind,
     check_tensors,
     checked,
     warn_user,
@@ -30,7 +29,7 @@ from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
-from pyro_structvi.sites.finding import find_declared_sites, separate_randomness
+from pyro_structvi.sites.finding import find_sites_by_running, separate_randomness
 
 _ROWS_AT_A_TIME = 1024
 # Statistics of NumPyro, and their names in ArviZ.
@@ -126,6 +125,7 @@ def nuts(
         model.num_data = len(x)
         translated = replace(translated, num_data=len(x))
     with separate_randomness():
+        find_sites_by_running(model, (x, y), {})  # which names inputs of another dtype
         pyro.set_rng_seed(seed)
         example = _check_translation(model, translated, x, y)
     with jax.enable_x64(True):
@@ -186,13 +186,7 @@ def _check_translation(
 ) -> dict[str, Tensor]:
     """Return a prior draw of all sites after comparing the log joints of Pyro and NumPyro there."""
     with torch.no_grad(), poutine.block():
-        try:
-            trace = poutine.trace(model).get_trace(x, y)
-        except RuntimeError:
-            name, site = next(iter(find_declared_sites(model).items()))
-            if x.is_floating_point():
-                check_same_kind("x", x, name, site.prior.sample())
-            raise
+        trace = poutine.trace(model).get_trace(x, y)
         trace.compute_log_prob()
     nodes = sample_nodes(trace).items()
     sites = {name: node["value"] for name, node in nodes if not node["is_observed"]}

@@ -445,6 +445,13 @@ def test_what_cannot_be_sampled_is_refused():
     with pytest.raises(RuntimeError, match=r"log joint is not finite.*infinite values in `data`"):
         sample(model, guide, (data[0], data[1] / 0), progress=False)
 
+    for dtype in (torch.float32, torch.int64):
+        message = (
+            f"The input of the weight at site .* must have dtype torch.float64, but got {dtype}"
+        )
+        with pytest.raises(ValueError, match=message):
+            sample(model, guide, (data[0].to(dtype), data[1]), progress=False)
+
     one = ps.Regressor(ps.bayesianize(nn.Linear(1, 1, bias=False), prior=1.0), 20, noise_scale=1.0)
     guide_of_one, (x, y) = ps.MeanFieldGuide(one), (data[0][:, :1], data[1])
     guide_of_one.initialize(x, y)

@@ -254,10 +254,12 @@ def test_a_part_of_the_data_and_too_few_draws_are_refused(model):
         nuts(model, x, y, num_samples=3)
     with pytest.raises(ValueError, match=r"`y` must have shape that of the net's output = \(12, 1"):
         nuts(model, x.float(), y[:, 0].float())
-    with pytest.raises(
-        ValueError, match=r"`x` must have the dtype of `noise_scale`, torch.float32, but"
-    ):
-        nuts(model, x.double(), y.double())
+    for dtype in (torch.float64, torch.int64):
+        message = (
+            f"The input of the weight at site .* must have dtype torch.float32, but got {dtype}"
+        )
+        with pytest.raises(ValueError, match=message):
+            nuts(model, x.to(dtype), y.float())
 
 
 @pytest.mark.parametrize(
