@@ -1,5 +1,6 @@
 """Microcanonical Langevin sampling that starts at the draws of a guide."""
 
+import math
 import time
 from typing import Any
 
@@ -27,7 +28,7 @@ class StuckChainWarning(UserWarning):
 
 
 class NotMixedWarning(UserWarning):
-    """The chains of a sampler disagree about function values."""
+    """The chains of a sampler disagree about function values, or none of these differs."""
 
 
 @checked
@@ -105,7 +106,8 @@ def mclmc(
             ``compiled=True``, or no chain can move.
 
     Warns:
-        NotMixedWarning: If the largest split R-hat of function values is above 1.1.
+        NotMixedWarning: If the largest split R-hat of function values is above 1.1, or NaN, where all
+            of them are constant.
         NumDataWarning: If the model was told of another number of examples than the data have.
         StuckChainWarning: If chains are left out because most of their steps failed, or all trajectories
             were rejected.
@@ -191,7 +193,14 @@ def _as_draws(
         seconds=seconds,
         **convergence,
     )
-    if draws.r_hat > 1.1:
+    if math.isnan(draws.r_hat):
+        warn_user(
+            "R-hat of function values is NaN: no number that the model returns at the data differs "
+            "between draws, so that convergence is not judged. Let the model return what depends on "
+            "its sites, such as the outputs of its net.",
+            NotMixedWarning,
+        )
+    elif draws.r_hat > 1.1:
         mixed = int((convergence["chain_r_hat"] <= 1.1).sum())
         warn_user(
             f"The largest split R-hat of function values is {draws.r_hat:.3g}, so the chains differ or "

@@ -1,5 +1,6 @@
 """Function values of draws of microcanonical Langevin sampling."""
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -8,6 +9,7 @@ from pyro.ops.stats import split_gelman_rubin
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.reference import NotMixedWarning
 from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.log_joint import LogJoint
 
@@ -58,3 +60,18 @@ def test_densities_stand_in_for_functions_that_a_model_does_not_return(kind):
     expected = {"factor": of_factor, "no observations": logits}
     log_probs = of_factor - logits.logsumexp(-1, keepdim=True)
     torch.testing.assert_close(found, expected.get(kind, log_probs), rtol=1e-12, atol=0.0)
+
+
+def test_constants_judge_no_convergence():
+    def model(x):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(weight, 1.0).to_event(1), obs=x)
+        return 2 * x
+
+    guide, data = ps.MeanFieldGuide(model), (torch.ones(2),)
+    guide.initialize(*data)
+    options = {"num_warmup": 5, "num_draws": 4, "num_chains": 2, "progress": False}
+    with pytest.warns(NotMixedWarning, match="R-hat of function values is NaN: no number"):
+        draws = sample(model, guide, data, **options)
+    assert np.isnan(draws.r_hat)
+    assert draws.weight_r_hat > 0
