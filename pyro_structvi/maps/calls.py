@@ -241,8 +241,17 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Lookup | None:
-    """Read a lookup, or None where it writes into the weight or changes its gradient."""
-    if weight.dim() != 2 or max_norm is not None or scale_grad_by_freq:
+    """Read a lookup, or None where it changes the weight's gradient.
+
+    Raises:
+        ValueError: If it would write into the weight, unseen by gradients.
+    """
+    if max_norm is not None:
+        raise ValueError(
+            f"`max_norm` of an embedding must be None where its weight is random, but got {max_norm}: "
+            "it writes into draws, and gradients do not see that. Clip the rows that it returns."
+        )
+    if weight.dim() != 2 or scale_grad_by_freq:
         return None
     return Lookup(input, weight, padding_idx)
 

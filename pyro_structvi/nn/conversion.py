@@ -92,8 +92,8 @@ def bayesianize(
             unknown type.
         ValueError: If the net has no weights or uninitialized lazy weights, a prior does not fit or
             needs an unknown fan-in, a pattern matches nothing that fits, a layer to be replaced shares
-            its weight with another, or a weight is under spectral normalization or made orthogonal by
-            Householder reflections.
+            its weight with another, or a weight is under spectral normalization, made orthogonal by
+            Householder reflections, or clipped by ``max_norm``.
 
     Example:
         >>> import torch
@@ -156,6 +156,7 @@ def bayesianize(
             PointEstimateWarning,
         )
     _check_reparametrized(net, priors)
+    _check_lookups(net, priors)
     return _copy_with_sites(net, priors, converted)
 
 
@@ -381,6 +382,19 @@ def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
                         "Householder reflections, which turns columns of a draw into zeros. Pass "
                         '`orthogonal_map="cayley"` or "matrix_exp" to `orthogonal`.'
                     )
+
+
+def _check_lookups(net: nn.Module, sampled: Container[int]) -> None:
+    """Raise a ``ValueError`` for a random weight that an embedding writes to, unseen by gradients."""
+    for name, module in net.named_modules():
+        is_clipped = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm
+        if is_clipped and id(module.weight) in sampled:
+            weight = f"{name}.weight".removeprefix(".")
+            raise ValueError(
+                f"The embedding of '{weight}' must have no `max_norm` where its weight has a prior, but "
+                f"got {module.max_norm}: it writes into draws, and gradients do not see that. Leave it "
+                f"out, or give the weight no prior, `prior={{'{weight}': None, '*': ...}}`."
+            )
 
 
 def _copy_with_sites(

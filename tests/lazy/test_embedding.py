@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal, WeightDistribution
+from pyro_structvi.distributions import PrunedNormal, WeightDistribution
 from pyro_structvi.sites.finding import CountedWeight
 from pyro_structvi.testing.contracts import Contract, with_leaves
 from pyro_structvi.weights.lazy import LazyWeight
@@ -163,10 +163,27 @@ def test_tables_that_cannot_give_rows_are_drawn():
     for options in ({"count": None}, {"count": 2}, {"local_reparam": False}):
         assert_drawn(lazy(**options))
     assert_drawn(lazy(), scale_grad_by_freq=True)
-    weight = lazy(MeanFieldNormal(torch.ones(MATRIX), torch.tensor(0.1)))
-    rows = assert_drawn(weight, INDEX[:, :1], max_norm=0.5)
-    torch.testing.assert_close(rows.norm(dim=-1), torch.full((2, 1), 0.5), rtol=1e-5, atol=0)
-    assert (weight.draw()[[1, 3]].norm(dim=-1) > 1).all()  # these were not looked up
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_norm_that_is_written_into_the_weight_is_refused(kind):
+    """The gradient of a point estimate sees the weight that is written, as in torch."""
+    net = nn.Sequential(kind(NUM, DIM, max_norm=0.5), nn.Linear(DIM, 1))
+    with pytest.raises(
+        ValueError, match=r"embedding of '0.weight' must have no `max_norm` .* got 0.5"
+    ):
+        ps.bayesianize(net)
+    point = ps.bayesianize(net, prior={"0.*": None, "*": 1.0})
+    model = ps.Regressor(point, 2, noise=0.1)
+    data = INDEX[:, :2], torch.ones(2, 1) if kind is nn.EmbeddingBag else torch.ones(2, 2, 1)
+    guide = ps.MeanFieldGuide(model)
+    ps.fit(model, guide, data, num_steps=2, progress=False)
+    ps.predict(model, guide, data[0])
+    norms = point[0].weight[[0, 1, 2]].norm(dim=-1)
+    assert (norms < 0.5001).all()
+    for weight in (lazy(), CountedWeight(torch.zeros(MATRIX), SiteUse("w"))):
+        with pytest.raises(ValueError, match=r"`max_norm` .* None where its weight is random"):
+            F.embedding(INDEX, weight, max_norm=0.5)
 
 
 SERVED_GUIDES = ("mean field", "k-tied", "rowwise", "low rank")
