@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
+from operator import is_not
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -194,8 +195,9 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     A pass under vmap may fail while a net has other ones, such as adapters of parameters. A pass that
     leaves its own tensors in place of parameters or buffers raises a ``NotImplementedError``. Other
-    attributes with such tensors, which nothing can read or copy, are put back. Modules of Pyro in
-    evaluation mode are left out, which forget caches of a pass themselves.
+    attributes with such tensors, which nothing can read or copy, are put back, and lists that have some
+    get their elements of before. Modules of Pyro in evaluation mode, apart from their lists, are left
+    out, which forget caches of a pass themselves.
     """
     kept = [(each, type(each), {name: {**vars(each)[name]} for name in _PARTS}) for each in modules]
     watched = [each for each in kept if each[0].training or not hasattr(each[0], "_pyro_name")]
@@ -204,6 +206,9 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         for module, *_ in watched
         for own in (vars(module), *vars(module).values())
         if isinstance(own, dict)
+    ]
+    lists = [
+        (own, [*own]) for module, *_ in kept for own in vars(module).values() if type(own) is list
     ]
     try:
         yield
@@ -222,6 +227,10 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
                 if any(map(_belongs_to_pass, tree_leaves(own[name]))):
                     del own[name]
                     own.update({name: before[name]} if name in before else {})
+        for elements, earlier in lists:
+            has_changed = len(elements) != len(earlier) or any(map(is_not, elements, earlier))
+            if has_changed and any(map(_belongs_to_pass, tree_leaves(elements))):
+                elements[:] = earlier
 
 
 def _refuse_values_of_pass(module: nn.Module, before: dict[str, Tensor | None]) -> None:

@@ -395,16 +395,18 @@ def test_a_net_that_vmap_leaves_halfway_is_put_back():
 
 
 class Binding(nn.Linear):
-    """Sets an attribute, or a buffer, to its outputs."""
+    """Sets an attribute, or a buffer, to its outputs, and puts them into a list or a dictionary."""
 
     def __init__(self, attribute):
         super().__init__(3, 1)
-        self.attribute, self.kept = attribute, None
+        self.attribute, self.kept, self.history, self.cache = attribute, None, [], {}
         self.register_buffer("running", torch.zeros(12, 1))
 
     def forward(self, x):
         outputs = super().forward(x)
         setattr(self, self.attribute, outputs.detach())
+        self.history.append(outputs.detach())
+        self.cache["outputs"] = outputs.detach()
         return outputs
 
 
@@ -429,8 +431,10 @@ def test_a_pass_of_several_draws_leaves_none_of_its_tensors_in_a_model(attribute
         is_refused = is_training and attribute == "running"
         with pytest.raises(RuntimeError, match=message) if is_refused else nullcontext():
             use()
-        kept = getattr(model.net, attribute)
-        assert kept is None or (type(kept) is torch.Tensor and torch.isfinite(kept).all())
+        kept = [getattr(model.net, attribute), *model.net.history, *model.net.cache.values()]
+        for value in (value for value in kept if value is not None):
+            assert type(value) is torch.Tensor
+            assert torch.isfinite(value).all()
     torch.testing.assert_close(ps.predict(model, draws, x).functions, expected)
     assert torch.isfinite(copy.deepcopy(model).state_dict()["net.running"]).all()
     functions = guide.sample_functions(2)
