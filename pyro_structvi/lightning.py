@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 try:
     from lightning.pytorch import LightningModule
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
 except ImportError as error:
     raise ImportError('Lightning is needed: `pip install "pyro-structvi[lightning]"`.') from error
 
@@ -139,19 +140,36 @@ class StructuredModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, for each of its steps, the schedule of its rate."""
         elbo, kl_weight, optimizer, lr = self._given
-        total = self.trainer.estimated_stepping_batches
-        if total == float("inf"):
-            raise ValueError(
-                "The trainer must have a number of steps, over which the schedules run, but got "
-                "infinitely many. Write `Trainer(max_epochs=...)` or `Trainer(max_steps=...)`."
-            )
-        self._elbo = objective_of(elbo, kl_weight, int(total))
+        total = self._num_steps()
+        self._elbo = objective_of(elbo, kl_weight, total)
         trained = [value for value in self.parameters() if value.requires_grad]
-        made = make_optimizer(optimizer, self.guide, trained, lr, int(total))
+        made = make_optimizer(optimizer, self.guide, trained, lr, total)
         OneOptimizer(made)  # which refuses one of several losses in a step, as L-BFGS
-        rate = lr if callable(lr) else CosineDecay(int(total))
+        rate = lr if callable(lr) else CosineDecay(total)
         schedule = {"scheduler": _Rates(made, rate), "interval": "step"}
         return {"optimizer": made, "lr_scheduler": schedule}
+
+    def _num_steps(self) -> int:
+        """Return the number of steps of the run, or raise a ``ValueError`` if it is not known."""
+        total = self.trainer.estimated_stepping_batches
+        if not 0 <= total < float("inf"):  # -1 for epochs of data without a length
+            raise ValueError(
+                "The trainer must have a number of steps, over which the schedules run, but got "
+                f"{'infinitely many' if total > 0 else 'epochs of data without a length'}. Write "
+                "`Trainer(max_steps=...)`, or `Trainer(max_epochs=...)` for data with a length."
+            )
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        accumulations = [
+            each for each in callbacks if isinstance(each, GradientAccumulationScheduler)
+        ]
+        factors = {factor for each in accumulations for factor in each.scheduling.values()}
+        if len(factors) > 1:  # whose first one alone Lightning counts
+            raise ValueError(
+                "The trainer must accumulate as many mini-batches in each epoch, since schedules run "
+                f"over its steps, but its GradientAccumulationScheduler has {sorted(factors)}. Write "
+                "`Trainer(accumulate_grad_batches=...)`."
+            )
+        return max(1, int(total))
 
     def on_train_start(self) -> None:
         """Tell the model how many examples there are, and give each process separate noise."""

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
@@ -19,7 +19,7 @@ from tests.models import linear_function, make_regressor, regression_data
 
 pytest.importorskip("lightning")
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from pyro_structvi.lightning import StructuredModule
@@ -279,6 +279,13 @@ def test_two_processes_take_the_steps_of_one_with_the_whole_batch(guide, tmp_pat
 # ---- bad input --------------------------------------------------------------------------------------
 
 
+class Stream(IterableDataset):
+    """Has no length."""
+
+    def __iter__(self):
+        return iter(loader().dataset)
+
+
 def test_what_cannot_be_trained():
     """A plain function can, with a guide that is initialized."""
     guide = ps.MeanFieldGuide(linear_function)
@@ -290,8 +297,16 @@ def test_what_cannot_be_trained():
     assert train(module, DataLoader(TensorDataset(x, y), batch_size=8)).global_step == 2
     with pytest.raises(TypeError, match=r"must be a tuple `\(\*inputs, y\)`, but got a Tensor"):
         Trainer(**QUIET).validate(make(), DataLoader(x, batch_size=8))
-    with pytest.raises(ValueError, match=r"infinitely many. Write `Trainer\(max_epochs=...\)`"):
+    with pytest.raises(ValueError, match=r"infinitely many. Write `Trainer\(max_steps=...\)`"):
         train(make(), max_epochs=-1)
+    stream, steps = (
+        DataLoader(Stream(), batch_size=8),
+        r"without a length. Write .*max_steps=...\)`",
+    )
+    with pytest.raises(ValueError, match=steps):
+        Trainer(**QUIET, max_epochs=2).fit(make(kl_weight=1.0), stream)
+    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler has \[1, 3\]"):
+        train(make(), callbacks=[GradientAccumulationScheduler({1: 3})])
     with pytest.raises(ValueError, match="Give one of `kl_weight` and a `kl_weight` of `elbo`"):
         make(elbo=ps.StructuredELBO(kl_weight=0.5), kl_weight=0.1)
     assert make(elbo=ps.StructuredELBO(kl_weight=0.5))._elbo.kl_weight == 0.5
