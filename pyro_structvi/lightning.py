@@ -64,7 +64,8 @@ class StructuredModule(LightningModule):
     and without a change of the training, and Lightning adds ``/dataloader_idx_0`` and so on for several
     loaders. A prediction, for each batch of inputs or of
     ``(*inputs, y)``, is a dict of the tensors that a
-    :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and ``functions``.
+    :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and ``functions``, at
+    the same draws for all batches.
 
     On several devices each process has its share of the data, and separate noise. It scales its
     likelihood by ``num_data`` over its own batch, so the mean of the processes' gradients is unbiased. A
@@ -268,5 +269,6 @@ class StructuredModule(LightningModule):
         """Predict for a mini-batch of inputs, or of ``(*inputs, y)``, whose ``y`` is not used."""
         inputs = [batch] if isinstance(batch, (Tensor, Mapping)) else [*batch]
         inputs = inputs[:-1] or inputs
-        found = vars(predict(self.model, self.guide, *inputs, num_samples=self.num_samples))
+        with same_randomness(self.device):  # so that mini-batches have the same functions
+            found = vars(predict(self.model, self.guide, *inputs, num_samples=self.num_samples))
         return {name: found[name] for name in TENSORS if found[name] is not None}

@@ -164,6 +164,16 @@ def test_validation_and_prediction():
     assert [prediction["mean"].shape for prediction in only_inputs] == [(8, 1)] * 3
 
 
+def test_predictions_of_mini_batches_have_the_same_functions():
+    module, trainer = make(num_samples=3), Trainer(**QUIET)
+    whole, parts = (
+        torch.cat([each["functions"] for each in trainer.predict(module, loader(size))], 1)
+        for size in (SIZE, 5)
+    )
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(whole[0], whole[1])
+
+
 def test_several_loaders_are_measured_and_predicted_apart():
     module, own, other = make(ps.MAPGuide), loader(), loader(6)
     other.dataset.tensors[1].add_(1.0)
