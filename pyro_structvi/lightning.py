@@ -147,7 +147,10 @@ class StructuredModule(LightningModule):
         made = make_optimizer(optimizer, self.guide, trained, lr, total)
         OneOptimizer(made)  # which refuses one of several losses in a step, as L-BFGS
         rate = lr if callable(lr) else CosineDecay(total)
-        schedule = {"scheduler": _Rates(made, rate), "interval": "step"}
+        for group in made.param_groups:
+            group["initial_lr"] = group["lr"]
+        begun = self.trainer.global_step  # where `fit` is called again with a later `max_epochs`
+        schedule = {"scheduler": _Rates(made, rate, begun - 1), "interval": "step"}
         return {"optimizer": made, "lr_scheduler": schedule}
 
     def _num_steps(self) -> int:

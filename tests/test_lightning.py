@@ -246,6 +246,17 @@ def test_a_longer_run_goes_on_by_its_own_schedule(tmp_path):
     assert other._elbo.kl_weight == ps.LinearAnnealing(6, start=1 / 6)
 
 
+def test_a_trainer_that_goes_on_has_the_rates_of_its_steps():
+    rates = Rates()
+    module = make(ps.MAPGuide)
+    trainer = train(module, callbacks=[rates])
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, loader())
+    expected = [CosineDecay(6, 0.1)(step) for step in range(6)]
+    expected += [CosineDecay(12, 0.1)(step) for step in range(6, 12)]
+    assert rates.found == pytest.approx(expected)
+
+
 # ---- two processes ----------------------------------------------------------------------------------
 
 
