@@ -424,11 +424,13 @@ def test_a_pass_of_several_draws_leaves_none_of_its_tensors_in_a_model(attribute
     for is_training, use in (
         (True, lambda: elbo.loss(model, guide, x, y)),
         (True, lambda: pyros.loss(model, guide, x, y)),
+        (False, lambda: elbo.loss(model, guide, x, y)),
         (False, lambda: ps.predict_moments(model, guide, x)),
         (False, lambda: ps.element_scores.laplace_variances(model, guide, x)),
         (False, lambda: ps.predict(model, guide, x, num_samples=3)),
     ):
         is_refused = is_training and attribute == "running"
+        model.train(is_training)
         with pytest.raises(RuntimeError, match=message) if is_refused else nullcontext():
             use()
         kept = [getattr(model.net, attribute), *model.net.history, *model.net.cache.values()]
