@@ -84,7 +84,8 @@ class StructuredModule(LightningModule):
         optimizer: Called with ``(parameters, lr=lr)``, as in :func:`~pyro_structvi.fit`.
         lr: Learning rate at the first step, which falls to zero along a cosine over the trainer's steps,
             or a function of the step that returns the rate, as in :func:`~pyro_structvi.fit`.
-        num_samples: Draws of the posterior in a prediction.
+        num_samples: Draws of the posterior in a prediction, as in :func:`~pyro_structvi.predict`: each
+            member of an ensemble of points, or 100 draws, when None.
 
     Raises:
         ValueError: If the guide is not initialized.
@@ -115,7 +116,7 @@ class StructuredModule(LightningModule):
         kl_weight: Weight = "annealed",
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         lr: Rate | None = None,
-        num_samples: Count = 100,
+        num_samples: Count | None = None,
     ) -> None:
         super().__init__()
         check_parts_of_fit(model, guide, optimizer, lr)
@@ -258,9 +259,10 @@ class StructuredModule(LightningModule):
                 f"{type(batch).__name__}. Write a `collate_fn` that returns one."
             )
         *inputs, y = batch
+        number = getattr(self.guide, "num_points", 0) or NUM_DRAWS
         with same_randomness(self.device):
             prediction = predict(
-                self.model, self.guide, *inputs, num_samples=NUM_DRAWS, y=y, stream=True
+                self.model, self.guide, *inputs, num_samples=number, y=y, stream=True
             )
         assert prediction.log_density is not None
         mean = prediction.log_density.mean()

@@ -40,6 +40,7 @@ from pyro_structvi.posterior import predict
 
 __all__ = ["StructuredTrainer", "draws_as_adapters", "generate_from_mixture"]
 
+NUM_DRAWS = 10  # in evaluation
 IGNORED = -100  # the label of padding in transformers
 # Arguments of the optimizer and the loss that Trainer makes.
 UNUSED = (
@@ -94,7 +95,8 @@ class StructuredTrainer(Trainer):
             :class:`~pyro_structvi.StructuredAdam`, unless ``optimizers`` are given.
         kl_weight: The weight w of the KL, as in :func:`~pyro_structvi.fit`: "annealed" rises to 1 over
             the first half of the steps.
-        num_samples: Draws of the posterior in evaluation.
+        num_samples: Draws of the posterior in evaluation; each member of an ensemble of points, or 10
+            draws, when None.
         **options: Further arguments of ``Trainer``, such as ``train_dataset``.
 
     Raises:
@@ -127,7 +129,7 @@ class StructuredTrainer(Trainer):
         args: TrainingArguments,
         *,
         kl_weight: Weight = "annealed",
-        num_samples: Count = 10,
+        num_samples: Count | None = None,
         **options: Any,
     ) -> None:
         if args.n_gpu > 1:
@@ -193,7 +195,7 @@ class StructuredTrainer(Trainer):
 class _Bound(nn.Module):
     """Model and guide as a module of transformers: from a mini-batch to its loss."""
 
-    def __init__(self, model: Likelihood, guide: StructuredGuide, num_samples: int) -> None:
+    def __init__(self, model: Likelihood, guide: StructuredGuide, num_samples: int | None) -> None:
         super().__init__()
         self.model, self.guide, self.num_samples = model, guide, num_samples
         self.elbo, self.kl = StructuredELBO(), torch.tensor(0.0)
@@ -236,7 +238,7 @@ class _Bound(nn.Module):
         return {"loss": -bound / count}
 
     def _predict(self, inputs: Any, y: Tensor | None) -> Any:
-        number = self.num_samples
+        number = self.num_samples or self.guide.num_points or NUM_DRAWS
         return predict(self.model, self.guide, inputs, num_samples=number, y=y, stream=True)
 
 

@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -162,6 +163,15 @@ def test_validation_and_prediction():
     assert [prediction["functions"].shape for prediction in predictions] == [(7, 8, 1)] * 3
     only_inputs = trainer.predict(module, DataLoader(x, batch_size=8))
     assert [prediction["mean"].shape for prediction in only_inputs] == [(8, 1)] * 3
+
+
+def test_an_ensemble_is_measured_and_predicts_by_each_of_its_members():
+    module, (x, y) = make(partial(ps.EnsembleGuide, size=7)), loader().dataset.tensors
+    expected = ps.predict(module.model, module.guide, x, y=y)
+    (found,) = Trainer(**QUIET).validate(module, loader(SIZE), verbose=False)
+    assert found["val_log_density"] == pytest.approx(expected.log_density.mean().item())
+    (prediction,) = Trainer(**QUIET).predict(module, loader(SIZE))
+    torch.testing.assert_close(prediction["functions"], expected.functions)
 
 
 def test_predictions_of_mini_batches_have_the_same_functions():

@@ -173,6 +173,14 @@ def test_evaluation_has_the_predictive_density_and_mean(tmp_path):
     assert predicted.shape == (SIZE, LENGTH - 1, WORDS)
 
 
+def test_an_ensemble_is_evaluated_by_each_of_its_members(tmp_path):
+    model, guide = make(ps.EnsembleGuide, size=3)
+    trainer = train(model, guide, tmp_path, max_steps=1, per_device_eval_batch_size=SIZE)
+    expected = ps.predict(model, guide, inputs(), y=texts()[:, 1:])
+    loss = trainer.evaluate(rows())["eval_loss"]
+    assert loss == pytest.approx(-float(expected.log_density.sum()) / (SIZE * (LENGTH - 1)))
+
+
 def test_an_evaluation_has_the_same_noise_each_time_and_changes_no_training(tmp_path):
     found = []
     for options in ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows()}):
