@@ -17,7 +17,7 @@ from pyro_structvi._checks import Count, Program, checked
 from pyro_structvi._torch import norm_of
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import Arguments, arguments_of, num_examples
-from pyro_structvi.infer.data_warnings import set_num_data
+from pyro_structvi.infer.data_warnings import set_num_data, warn_of_first_batch
 from pyro_structvi.infer.elbo import CosineDecay, StructuredELBO
 from pyro_structvi.infer.steps.eager import Loss, error_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
@@ -28,6 +28,7 @@ from pyro_structvi.infer.training import (
     Rate,
     TrainedGuide,
     Weight,
+    check_local_sites,
     check_parts_of_fit,
     make_optimizer,
     objective_of,
@@ -139,6 +140,15 @@ class StructuredModule(LightningModule):
     def _loss(self) -> Loss:
         return Loss(self.model, self.guide, self._elbo)
 
+    @property
+    def _num_batches(self) -> float:
+        """The number of mini-batches that all processes take in an epoch."""
+        return self.trainer.num_training_batches * self.trainer.world_size
+
+    @property
+    def _num_examples(self) -> int | None:
+        return num_examples(self.trainer.train_dataloader, self.trainer.num_training_batches)
+
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, for each of its steps, the schedule of its rate."""
         elbo, kl_weight, optimizer, lr = self._given
@@ -179,8 +189,8 @@ class StructuredModule(LightningModule):
     def on_train_start(self) -> None:
         """Tell the model how many examples there are, and give each process separate noise."""
         self._restore = {}
-        found = num_examples(self.trainer.train_dataloader, self.trainer.num_training_batches)
-        set_num_data(self.model, self.guide, found)
+        set_num_data(self.model, self.guide, self._num_examples)
+        check_local_sites(self.guide, self._num_batches)
         if self.trainer.world_size > 1:  # whose generators have one seed
             place = self.global_rank + self.trainer.world_size * (1 + self.global_step)
             torch.manual_seed(torch.initial_seed() + place)
@@ -194,6 +204,8 @@ class StructuredModule(LightningModule):
         args, kwargs = self._batch = arguments_of(batch, None)
         if not self._is_checked:
             refuse_stored_parameters(self.model, self.guide, args, kwargs)
+            parts, number = (self.model, self.guide), self._num_batches
+            warn_of_first_batch(parts, args, kwargs, number, self._num_examples)
             self._is_checked = True
         if self.global_step not in self._restore:
             self._restore = {self.global_step: Modules((self.model, self.guide)).saved()}

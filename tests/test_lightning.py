@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
+from pyro_structvi.infer.data_warnings import NumDataWarning
 from tests.models import linear_function, make_regressor, regression_data
 
 pytest.importorskip("lightning")
@@ -356,6 +357,26 @@ def test_parameters_of_the_param_store_are_refused():
     guide.initialize(*regression_data(SIZE))
     with pytest.raises(ValueError, match=r"reads \['shift'\] by `pyro.param`"):
         Trainer(max_epochs=1, **QUIET).fit(StructuredModule(model, guide), loader())
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_mini_batches_are_checked_as_by_fit(is_local):
+    """A model that counts a mini-batch for all the data, and one with sites of single examples."""
+
+    def model(x, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            shift = pyro.sample("shift", dist.Normal(0.0, 1.0)) if is_local else 0.0
+            pyro.sample("obs", dist.Normal(x @ weight + shift, 1.0), obs=y[:, 0])
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*next(iter(loader())))
+    with (
+        pytest.raises(ValueError, match=r"The sites \['shift'\] belong to single examples")
+        if is_local
+        else pytest.warns(NumDataWarning, match=r"\['obs'\] count a mini-batch for all the data")
+    ):
+        train(StructuredModule(model, guide))
 
 
 def with_running_statistics(guide):

@@ -72,7 +72,7 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
 
 
 def warn_of_first_batch(
-    parts: tuple[Any, Any], args: Any, kwargs: Any, num_batches: int, size: int | None
+    parts: tuple[Any, Any], args: Any, kwargs: Any, num_batches: float, size: int | None
 ) -> None:
     """Warn of a count of examples, of scales of data and of posteriors that will not do.
 

@@ -149,7 +149,7 @@ def fit(
         args, kwargs = feed.peek()
         initialize(guide, args, kwargs)
         add_stored_parameters(loss, args, kwargs)
-        _check_local_sites(guide, len(loader))
+        check_local_sites(guide, len(loader))
         warn_of_first_batch(loss.parts, args, kwargs, len(loader), num_examples(loader))
         made = make_optimizer(optimizer, guide, [*loss.trained.values()], lr, total)
         rate = lr if callable(lr) else CosineDecay(total)
@@ -230,6 +230,18 @@ def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) ->
                 "`lr` must be a number where `optimizer` has no rate of its own, but got None. "
                 "Write `fit(..., lr=1e-3)`."
             )
+
+
+def check_local_sites(guide: nn.Module, num_batches: float) -> None:
+    """Raise a ``ValueError`` if mini-batches would share the sites of single examples."""
+    local = guide.local_site_names if isinstance(guide, StructuredGuide) else []
+    takes_batches = getattr(guide, "create_plates", None) is not None
+    if local and num_batches > 1 and not takes_batches:
+        raise ValueError(
+            f"The sites {local} belong to single examples, and the guide cannot tell which examples "
+            "a mini-batch holds. Fit all examples at once (leave `batch_size` out), or let the data "
+            "number the examples and give the guide `create_plates`."
+        )
 
 
 def objective_of(elbo: StructuredELBO | None, kl_weight: Any, num_steps: int) -> StructuredELBO:
@@ -318,14 +330,3 @@ def _count_steps(num_steps: int | None, num_epochs: int | None, num_batches: int
             f"Give one of `num_epochs` and `num_steps`, but got {num_epochs!r} and {num_steps!r}."
         )
     return num_epochs * num_batches if num_epochs else num_steps or 0
-
-
-def _check_local_sites(guide: nn.Module, num_batches: int) -> None:
-    local = guide.local_site_names if isinstance(guide, StructuredGuide) else []
-    takes_batches = getattr(guide, "create_plates", None) is not None
-    if local and num_batches > 1 and not takes_batches:
-        raise ValueError(
-            f"The sites {local} belong to single examples, and the guide cannot tell which examples "
-            "a mini-batch holds. Fit all examples at once (leave `batch_size` out), or let the data "
-            "number the examples and give the guide `create_plates`."
-        )
