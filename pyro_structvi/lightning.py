@@ -187,13 +187,16 @@ class StructuredModule(LightningModule):
         return max(1, int(total))
 
     def on_train_start(self) -> None:
-        """Tell the model how many examples there are, and give each process separate noise."""
+        """Give each process separate noise."""
         self._restore = {}
-        set_num_data(self.model, self.guide, self._num_examples)
         check_local_sites(self.guide, self._num_batches)
         if self.trainer.world_size > 1:  # whose generators have one seed
             place = self.global_rank + self.trainer.world_size * (1 + self.global_step)
             torch.manual_seed(torch.initial_seed() + place)
+
+    def on_train_epoch_start(self) -> None:
+        """Tell the model how many examples there are, since a data module may have others."""
+        set_num_data(self.model, self.guide, self._num_examples)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a mini-batch, or raise a ``FloatingPointError`` unless it is finite.

@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
@@ -20,7 +20,7 @@ from pyro_structvi.infer.data_warnings import NumDataWarning
 from tests.models import linear_function, make_regressor, regression_data
 
 pytest.importorskip("lightning")
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -136,6 +136,24 @@ def test_the_examples_are_those_that_the_trainer_visits(options, shuffles, expec
     module, data = make(ps.MAPGuide), loader().dataset
     train(module, DataLoader(data, batch_size=8, shuffle=shuffles), **options)
     assert module.model.num_data == expected
+
+
+class Growing(LightningDataModule):
+    """Has more examples in each epoch."""
+
+    size = 8
+
+    def train_dataloader(self):
+        self.size += 4
+        return DataLoader(Subset(loader().dataset, range(self.size)), batch_size=4)
+
+
+def test_a_data_module_may_have_other_examples_in_each_epoch():
+    module, seen = make(ps.MAPGuide), []
+    module.model.register_forward_hook(lambda model, *_: seen.append(model.num_data))
+    trainer = Trainer(**QUIET, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(module, datamodule=Growing())
+    assert seen[-7:] == 3 * [12] + 4 * [16]
 
 
 def test_mixed_precision():
