@@ -17,6 +17,7 @@ from pyro_structvi._checks import Count, Program, checked
 from pyro_structvi._torch import norm_of
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import Arguments, arguments_of, num_examples
+from pyro_structvi.infer.checkpoint import random_states, set_random_states
 from pyro_structvi.infer.data_warnings import set_num_data, warn_of_first_batch
 from pyro_structvi.infer.elbo import CosineDecay, StructuredELBO
 from pyro_structvi.infer.steps.eager import Loss, error_of
@@ -132,7 +133,7 @@ class StructuredModule(LightningModule):
         self._given = elbo, kl_weight, optimizer, lr
         self._elbo: StructuredELBO = objective_of(elbo, kl_weight, 1)
         self._is_checked = False
-        self._random_state: Tensor | None = None
+        self._random_states: dict[str, Any] | None = None
         self._batch: Arguments = (), {}
         self._restore: dict[int, Callable[[], None]] = {}  # of the buffers before a step
 
@@ -248,14 +249,14 @@ class StructuredModule(LightningModule):
         self._batch, self._restore = ((), {}), {}
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Keep the state of random numbers, since loaders of validation data draw seeds."""
-        self._random_state = torch.get_rng_state()
+        """Keep the states of random numbers, since validation data and their loaders draw some."""
+        self._random_states = random_states(self.device)
 
     def on_validation_end(self) -> None:
         """Put the random numbers of training back, so that validation does not change it."""
         is_of_training = self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
-        if is_of_training and self._random_state is not None:
-            torch.set_rng_state(self._random_state)
+        if is_of_training and self._random_states is not None:
+            set_random_states(self._random_states, self.device)
 
     def _share_of(self, batch_idx: int) -> float:
         """Return a factor of a loss, since Lightning divides by the number of a complete step."""

@@ -2,17 +2,19 @@
 
 import copy
 import os
+import random
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
@@ -238,15 +240,23 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     torch.testing.assert_close(state_of(other), state_of(part), rtol=0, atol=0)
 
 
+def with_noise(batch):
+    """Return a mini-batch with noise of NumPy's and of Python's generator."""
+    x, y = default_collate(batch)
+    return x + np.random.rand() + random.random(), y  # noqa: NPY002
+
+
 def test_validation_leaves_the_training_as_it_is():
-    """Loaders draw seeds of torch's generator, also where they do not shuffle."""
+    """Loaders draw seeds of torch's generator, also where they do not shuffle; data may draw more."""
     states, measured = [], []
-    for others in (None, [loader(), loader(6)]):
+    noisy = DataLoader(loader().dataset, batch_size=8, collate_fn=with_noise)
+    for others in (None, [noisy, loader(6)]):
         module, data = make(), loader().dataset
-        torch.manual_seed(1)
+        pyro.set_rng_seed(1)
         trainer = Trainer(**QUIET, max_epochs=2, val_check_interval=1)
         trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), others)
-        states.append((state_of(module), torch.get_rng_state()))
+        numbers = np.random.rand(), random.random()  # noqa: NPY002
+        states.append((state_of(module), torch.get_rng_state(), *numbers))
     torch.testing.assert_close(*states, rtol=0, atol=0)
     for _ in range(2):
         measured += Trainer(**QUIET).validate(module, loader(), verbose=False)

@@ -177,7 +177,7 @@ class CheckpointFile:
         if run.measured is not None and saved["validation"] is not None:
             run.measured.load(saved["validation"], run.history)
         run.loss.elbo.step = run.done
-        _set_random_states(saved["random"], self._device)
+        set_random_states(saved["random"], self._device)
 
     def write_if_due(self, run: Run, is_due: bool) -> None:
         """Put a run in the file's place, if there is a file, now and after so many steps.
@@ -203,7 +203,7 @@ class CheckpointFile:
             },
             "validation": None if run.measured is None else run.measured.state(),
             "place": {**self.place, "epoch": run.feed.epoch, "taken": run.feed.taken},
-            "random": _random_states(self._device),
+            "random": random_states(self._device),
         }
         write_atomically("checkpoint", self._path, lambda partial: torch.save(state, partial))
 
@@ -313,7 +313,7 @@ def _as_tensor(values: list[Any]) -> Any:
     return torch.tensor(values, dtype=dtype, device="cpu")
 
 
-def _random_states(device: torch.device | None) -> dict[str, Any]:
+def random_states(device: torch.device | None) -> dict[str, Any]:
     """Return the states of the generators of torch, Python and NumPy, and of the guide's GPU."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002, the one that data sets share
     gpu = device if device is not None and device.type == "cuda" else None
@@ -325,7 +325,8 @@ def _random_states(device: torch.device | None) -> dict[str, Any]:
     }
 
 
-def _set_random_states(states: Mapping[str, Any], device: torch.device | None) -> None:
+def set_random_states(states: Mapping[str, Any], device: torch.device | None) -> None:
+    """Put the states of generators back."""
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
