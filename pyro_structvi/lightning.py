@@ -230,16 +230,22 @@ class StructuredModule(LightningModule):
             "kl": likelihood - elbo,
             "kl_weight": weight,
         })
-        return loss * self._share_of(batch_idx)
+        return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise a ``FloatingPointError`` unless all gradients are finite, before parameters change.
 
-        A scaler of gradients leaves out such steps itself.
+        A scaler of gradients leaves out such steps itself. An incomplete accumulation at the end of an
+        epoch becomes a mean, since Lightning divides by the number of a complete one.
         """
+        given = {value: value.grad for value in self.parameters() if value.grad is not None}
+        complete = self.trainer.accumulate_grad_batches
+        rest = (self.trainer.fit_loop.batch_idx + 1) % complete
+        if rest and not self.trainer.strategy.handles_gradient_accumulation:
+            for gradient in given.values():
+                gradient.mul_(complete / rest)
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return
-        given = {value: value.grad for value in self.parameters() if value.grad is not None}
         if given and not bool(norm_of([*given.values()]).isfinite()):
             self._restore.pop(self.global_step)()
             raise error_of(self._loss, [*given], self._batch, ELBOTerms({}, {}))
@@ -257,15 +263,6 @@ class StructuredModule(LightningModule):
         is_of_training = self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
         if is_of_training and self._random_states is not None:
             set_random_states(self._random_states, self.device)
-
-    def _share_of(self, batch_idx: int) -> float:
-        """Return a factor of a loss, since Lightning divides by the number of a complete step."""
-        complete, total = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
-        rest = total % complete
-        is_left_over = batch_idx >= total - rest  # never in an epoch of unknown length
-        if is_left_over and not self.trainer.strategy.handles_gradient_accumulation:
-            return complete / rest
-        return 1.0
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean log predictive density of the examples of a mini-batch."""

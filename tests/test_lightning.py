@@ -65,6 +65,13 @@ def state_of(module):
     return copy.deepcopy(module.state_dict())
 
 
+class Stream(IterableDataset):
+    """Has no length."""
+
+    def __iter__(self):
+        return iter(loader().dataset)
+
+
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -95,10 +102,13 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     torch.testing.assert_close(state_of(parts), state_of(whole))
 
 
-def test_an_incomplete_accumulation_is_the_mean_of_its_batches():
+@pytest.mark.parametrize("has_length", [True, False])
+def test_an_incomplete_accumulation_is_the_mean_of_its_batches(has_length):
     options = {"optimizer": torch.optim.SGD, "lr": lambda step: 1e-4, "kl_weight": 1.0}
     own, other = make(ps.MAPGuide, **options), make(ps.MAPGuide, **options)
-    train(own, loader(5), accumulate_grad_batches=3)
+    own.model.num_data, own.model.is_num_data_given = SIZE, True
+    data = loader(5) if has_length else DataLoader(Stream(), batch_size=5)
+    Trainer(**QUIET, max_steps=4, accumulate_grad_batches=3).fit(own, data)
     other.model.num_data = SIZE
     pairs, elbo = [*loader(5)], ps.StructuredELBO()
     optimizer = torch.optim.SGD(other.parameters(), lr=1e-4)
@@ -337,13 +347,6 @@ def test_two_processes_take_the_steps_of_one_with_the_whole_batch(guide, tmp_pat
 
 
 # ---- bad input --------------------------------------------------------------------------------------
-
-
-class Stream(IterableDataset):
-    """Has no length."""
-
-    def __iter__(self):
-        return iter(loader().dataset)
 
 
 def test_what_cannot_be_trained():
