@@ -31,6 +31,7 @@ from pyro_structvi.sites.autoguide import warn_of_local_latents
 from pyro_structvi.sites.finding import (
     CountedWeight,
     check_runs_on_inputs,
+    find_sites_by_running,
     in_evaluation,
     modules_of,
     naming_derivatives,
@@ -92,6 +93,8 @@ def run_at_draw(
                     check_same_kind(f"x[{index}]" if len(args) > 1 else "x", value, name, draw)
                 except ValueError as mismatch:
                     raise mismatch from error
+        if values and not inside_transform():
+            find_sites_by_running(model, args, {})  # which names integers in place of numbers
         raise
 
 

@@ -177,6 +177,10 @@ def test_the_observed_site_must_be_unique():
             {"x": torch.zeros(5, 3).float()},
             r"`x` must have the dtype of `net.0.weight`, torch.float64, but got torch.float32",
         ),
+        (
+            {"x": torch.zeros(5, 3).long()},
+            r"site 'net.0.weight' must have dtype torch.float64, but",
+        ),
         ({"x": {"x": [0.0, 1.0]}}, r"`x\['x'\]` must be a tensor"),
         (
             {"posterior": {"a": torch.zeros(2), "b": torch.zeros(3)}},
