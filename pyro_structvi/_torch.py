@@ -33,16 +33,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
-def kernels_for_vmap(like: Tensor, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+def kernels_for_vmap(like: Tensor) -> Iterator[None]:
     """Run a block on the device of a tensor with kernels of attention that :func:`torch.func.vmap` maps.
 
-    It runs others in a loop, with a warning. The parts of modules are kept, as by :func:`parts_kept`.
+    It runs others in a loop, with a warning.
     """
     is_fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         kernels = sdpa_kernel(SDPBackend.MATH) if like.device.type == "cpu" else nullcontext()
-        with kernels, parts_kept(modules):
+        with kernels:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
@@ -249,6 +249,18 @@ def _belongs_to_pass(value: Any) -> bool:
 
 
 _PARTS = ("_parameters", "_buffers", "_modules")
+
+
+def map_draws(
+    run: Callable[[dict[str, Tensor]], Tensor],
+    draws: dict[str, Tensor],
+    modules: Iterable[nn.Module],
+) -> Tensor:
+    """Map a function that runs modules over stacked draws by vmap, with separate random numbers."""
+    like = next(iter(draws.values()), torch.empty(()))
+    with kernels_for_vmap(like), parts_kept(modules):
+        outputs: Tensor = torch.func.vmap(run, randomness="different")(draws)
+    return outputs
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi._torch import kernels_for_vmap
 from pyro_structvi.infer.terms import ELBOTerms, average, expected_terms, terms_of
-from pyro_structvi.nn.random_module import forget_caches
+from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.lazy import DelayDraws
@@ -231,13 +231,10 @@ class StructuredELBO(ELBO):
         if count == 1 or not (self.vectorize_particles or getattr(guide, "vectorize", False)):
             return average([run(number) for number in range(count)])
         joint.factorize()
-        modules = modules_of(model)
         try:
             like = next(guide.parameters(), torch.empty(()))
-            with kernels_for_vmap(like, modules):
-                terms = _run_together(run, joint.stacked(count))
-                forget_caches(modules)
-            return terms
+            with kernels_for_vmap(like), transient_pass(modules_of(model)):
+                return _run_together(run, joint.stacked(count))
         except RuntimeError as error:
             # The model says itself what is wrong with one draw, too.
             terms_of(*self._get_trace(model, guide, args, kwargs), self.max_plate_nesting)

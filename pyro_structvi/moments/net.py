@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, checked, naming
 from pyro_structvi._pyro import site_values
-from pyro_structvi._torch import not_compiled, parts_kept
+from pyro_structvi._torch import not_compiled
 from pyro_structvi.moments import rules as rules  # the rules of random tensors
 from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.nn.random_module import forget_caches
+from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.sites.site_posterior import Coupling
 from pyro_structvi.sites.structured import StructuredGuide
 
@@ -29,9 +29,8 @@ def output_moments(
     with site_values(model) as cache:
         cache.update(values)
         try:
-            with parts_kept(model.modules()):
+            with transient_pass([*model.modules()]):
                 output, _ = model.run_net(x)
-                forget_caches(model.modules())
         except NotImplementedError as error:
             raise NotImplementedError(_explained(error, model, settings)) from None
     if isinstance(output, RandomTensor):

@@ -37,7 +37,7 @@ from pyro_structvi._pyro import (
     site_values,
     was_called,
 )
-from pyro_structvi._torch import inside_transform, is_recording, kernels_for_vmap, without_compiler
+from pyro_structvi._torch import inside_transform, is_recording, map_draws, without_compiler
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.random_module import RandomModule
 from pyro_structvi.weights.site_role import SiteRole
@@ -291,10 +291,8 @@ def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, i
             return call()
 
         try:
-            like = next(iter(flat.values()), torch.empty(()))
-            # Values cannot be validated under vmap.
-            with pyro.validation_enabled(False), kernels_for_vmap(like, net.modules()):
-                outputs: Tensor = torch.func.vmap(run, randomness="different")(flat)
+            with pyro.validation_enabled(False):  # vmap has no values to validate
+                outputs = map_draws(run, flat, net.modules())
         finally:
             cache.update(values)
     return outputs.reshape(*plates, *outputs.shape[1:]), len(plates)

@@ -1,6 +1,7 @@
 """Random parameters of a net, which have values during a pass of the model only."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Never, Self
 
 import torch
@@ -28,6 +29,7 @@ from pyro_structvi._torch import (
     inside_backward,
     inside_reentrant_backward,
     is_left_by_transform,
+    parts_kept,
     take_apart,
     without_storage,
 )
@@ -343,12 +345,18 @@ def _changes(contents: Contents) -> Iterator[tuple[dict[Any, Any], Any, Any, Any
                 yield container, key, old, new
 
 
-def forget_caches(modules: Iterable[nn.Module]) -> None:
-    """Remove what the last pass in evaluation mode has stored in modules, as before the next one."""
-    for module in modules:
-        values = values_of_pass(module) if isinstance(module, PyroModule) else None
-        if isinstance(values, _PassValues):
-            values.effects.undo()
+@contextmanager
+def transient_pass(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Run modules on values that end with a block, as those under vmap, and leave none of them there.
+
+    What the pass has stored in modules in evaluation mode is removed, as before the next one.
+    """
+    with parts_kept(modules):
+        yield
+        for module in modules:
+            values = values_of_pass(module) if isinstance(module, PyroModule) else None
+            if isinstance(values, _PassValues):
+                values.effects.undo()
 
 
 class _PassValues(dict[str, Tensor]):

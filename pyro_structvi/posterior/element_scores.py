@@ -13,7 +13,7 @@ from pyro_structvi._nested import map_nested
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import kernels_for_vmap
 from pyro_structvi.linalg.matrices import at_least_single
-from pyro_structvi.nn.random_module import forget_caches
+from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.posterior.passes import Values, as_arguments, as_batches
 from pyro_structvi.posterior.runs import (
     evaluation_mode,
@@ -117,10 +117,13 @@ def laplace_variances(
             gradient_of = torch.func.grad(partial(log_prob, observed))
             in_dims = (None, 0, *(0 for _ in args))
             each = torch.func.vmap(gradient_of, in_dims, randomness="different")
-            kernels = kernels_for_vmap(like, modules_of(model))
-            with pyro.validation_enabled(False), kernels:  # vmap has no values to validate
+            kernels, own_pass = kernels_for_vmap(like), transient_pass(modules_of(model))
+            with (
+                pyro.validation_enabled(False),
+                kernels,
+                own_pass,
+            ):  # vmap has no values to validate
                 gradients: Values = each(chosen, drawn, *args)  # (batch, *shape) by site
-                forget_caches(modules_of(model))
             for name, gradient in gradients.items():
                 information[name] += at_least_single(gradient).square().sum(0) / num_samples
     variances = {}

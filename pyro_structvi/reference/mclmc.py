@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn_user
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi._torch import parts_kept
 from pyro_structvi.infer.batches import TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
+from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.chains import Chains, Compiled, gradients_of, without_python
 from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of
@@ -142,7 +142,7 @@ def mclmc(
         )
     set_num_data(model, guide, num_examples(batches))
     start = time.perf_counter()
-    parts = parts_kept(modules_of(model))
+    parts = transient_pass(modules_of(model))
     with ONE_THREAD, separate_randomness(), evaluation_mode(model), evaluation_mode(guide), parts:
         find_sites_by_running(model, batches.data, {})  # which names inputs of another dtype
         pyro.set_rng_seed(seed)

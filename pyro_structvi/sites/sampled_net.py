@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
-from pyro_structvi._torch import compute_by_hooks, kernels_for_vmap, own_tensors, remove_hooks
+from pyro_structvi._torch import compute_by_hooks, map_draws, own_tensors, remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
 from pyro_structvi.nn.padding import ROW, has_padding_row, put_padding, write_padding_row
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
@@ -193,15 +193,12 @@ class SampledFunctions(nn.Module):
             return read_output(result, self._output)
 
         try:
-            like = next(iter(stacked.values()))
-            with kernels_for_vmap(like, self._net[0].modules()):
-                outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
+            return map_draws(output, stacked, self._net[0].modules())
         except (KeyError, RuntimeError) as error:  # also of a net that changes its parts
             raise RuntimeError(
                 f"The net must run under `torch.func.vmap`, but it failed there: {error}. Call a net "
                 "for each sample, `guide.to_net(guide.draw())`, unless the arguments are wrong."
             ) from error
-        return outputs
 
 
 @checked

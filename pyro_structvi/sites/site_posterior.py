@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pyro_structvi._pyro import inside_plate
-from pyro_structvi._torch import inside_transform, is_recording, parts_kept
-from pyro_structvi.nn.random_module import forget_caches
+from pyro_structvi._torch import inside_transform, is_recording
+from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.weights.lazy import LazySlice, LazyWeight
@@ -443,9 +443,8 @@ def in_one_pass(
     with warnings.catch_warnings(), pyro.validation_enabled(False):
         warnings.filterwarnings("ignore", "There is a performance drop")
         try:
-            with parts_kept(modules):
+            with transient_pass(modules):
                 results: T = torch.func.vmap(run, randomness="different")(values)
-                forget_caches(modules)
         except Exception:
             return None
     return results
