@@ -31,7 +31,7 @@ from pyro_structvi.nn.random_module import read_declared
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_distributions import Auxiliary, JoinedPrior, PointMass
 from pyro_structvi.weights.site_role import SiteRole
-from pyro_structvi.weights.torch_distributions import base_of, in_single
+from pyro_structvi.weights.torch_distributions import base_of, in_single, may_depend
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 
@@ -90,6 +90,7 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
         elif not SiteRole.of(guide[name]).is_slice:
             kl[name] = _latent_term(guide[name], site)
     for name, site in guide.items():
+        _check_reparametrized(name, site["fn"])
         role = SiteRole.of(site)
         if any(part in model for part in role.joins):
             kl[name] = _joined_term(site, role.joins, model)
@@ -107,6 +108,17 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
             kl[name] = _weighed(nats, handled), not is_closed
     sampled = tuple(name for name, (_, is_sampled) in kl.items() if is_sampled)
     return ELBOTerms(likelihood, {name: nats for name, (nats, _) in kl.items()}, sampled)
+
+
+def _check_reparametrized(name: str, posterior: Any) -> None:
+    """Raise a ``NotImplementedError`` if gradients do not pass through the draws of a site."""
+    if torch.is_grad_enabled() and not posterior.has_rsample and may_depend(posterior):
+        raise NotImplementedError(
+            f"The guide's site '{name}' must have draws that can be differentiated, but "
+            f"{type(posterior).__name__} has none (`has_rsample` is False), and its parameters would "
+            "get no gradient of the likelihood. Train by Pyro's `SVI` with `TraceGraph_ELBO`, or with "
+            "`TraceEnum_ELBO`, which sums over discrete values."
+        )
 
 
 def _way_out(site: Any) -> str:

@@ -1,6 +1,7 @@
 """StructuredELBO: its terms, exact means and gradients beside Pyro's ELBOs, and what it refuses."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -371,6 +372,29 @@ def test_an_enumerated_site_needs_pyros_objective():
         pytest.raises(ValueError, match="Train by Pyro's `SVI` with `TraceEnum_ELBO`"),
     ):
         ps.fit(model, guide, data, num_steps=1, progress=False)
+
+
+def test_draws_without_gradients_need_pyros_objective():
+    """The likelihood would have no gradient at the parameters of such a posterior, in silence."""
+
+    def model(y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        kind = pyro.sample("kind", dist.Bernoulli(torch.tensor(0.3)))
+        with pyro.plate("data", len(y)):
+            pyro.sample("obs", dist.Normal(weight.sum() + 2 * kind, 0.5), obs=y)
+
+    weights = ps.MeanFieldGuide(poutine.block(model, hide=["kind"]))
+    logit = torch.tensor(0.0, requires_grad=True)
+
+    def guide(y, logit=logit):
+        weights(y)
+        pyro.sample("kind", dist.Bernoulli(logits=logit))
+
+    elbo, y = ps.StructuredELBO(), torch.randn(4)
+    with pytest.raises(NotImplementedError, match=r"site 'kind' .*Bernoulli.*TraceGraph_ELBO"):
+        elbo.loss_and_grads(model, guide, y)
+    assert math.isfinite(elbo.loss(model, guide, y))
+    assert math.isfinite(elbo.loss_and_grads(model, partial(guide, logit=torch.tensor(0.0)), y))
 
 
 @pytest.mark.parametrize("name", PYROS)
