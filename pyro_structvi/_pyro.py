@@ -14,7 +14,9 @@ from pyro.nn import PyroModule
 from pyro.nn.module import _Context, _PyroModuleMeta
 from pyro.optim import PyroOptim
 from pyro.params import param_with_module_name
+from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
@@ -50,6 +52,14 @@ def handlers_around() -> list[Any]:
     """Return the handlers in whose blocks this code runs."""
     around: list[Any] = _PYRO_STACK[_FIRST.get() :]
     return around
+
+
+def is_given(name: str) -> bool:
+    """Whether a handler around, such as ``poutine.replay``, gives a site its value."""
+    around = handlers_around()
+    traces = [each.trace for each in around if isinstance(each, ReplayMessenger)]
+    values = [each.data for each in around if isinstance(each, ConditionMessenger)]
+    return any(name in known for known in (*traces, *values) if known is not None)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pyro_structvi._checks import brief, checked, naming, warn_user
 from pyro_structvi._pyro import (
     forget_parameters,
     has_parameters,
+    is_given,
     loaded_parameter,
     mirror_parameter,
 )
@@ -86,6 +87,24 @@ def _name_of(guide: nn.Module) -> str:
 def _forget(name: str) -> None:
     if name not in _NAMED:  # a later guide may have the name
         forget_parameters(f"{name}.")
+
+
+def check_not_given(groups: Iterable[tuple[Sequence[str], str | None]]) -> None:
+    """Raise a ``NotImplementedError`` if a handler gives values to sites that share draws.
+
+    Args:
+        groups: The names of the sites that share a draw, and of its own site, which may be given too;
+            None if it has none.
+    """
+    for names, whole in groups:
+        given = [name for name in names if is_given(name)]
+        if given and (whole is None or not is_given(whole)):
+            raise NotImplementedError(
+                f"The sites {[*names]} are drawn together, so the guide has no density at values of "
+                f"{given} from `poutine.replay` or `poutine.condition`. Give the weights a family with "
+                "`join_bias=False` and without shared draws, such as MeanField(). For "
+                "`ReweightedWakeSleep`, `insomnia=1.0` gives the guide no values."
+            )
 
 
 class LocalLatentWarning(UserWarning):

@@ -164,6 +164,11 @@ class Coupling(nn.Module):
         """The sites whose KL terms are expectations under marginals of a joint posterior."""
         return ()
 
+    @property
+    def drawn_at(self) -> str | None:
+        """The name of the auxiliary site of the shared value, or None if it has none."""
+        return None
+
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
         """Whether sites that are found later may be added."""
         return False
@@ -203,6 +208,10 @@ class SharedPosterior(Coupling):
     def coupled(self) -> tuple[str, ...]:
         """The sites whose scale and mask in the model the shared KL takes."""
         return self.sites
+
+    @property
+    def drawn_at(self) -> str:
+        return self.posterior.site.name
 
     def auxiliary(self, q: Any) -> Auxiliary:
         """Return the auxiliary distribution of the guide, with its prior."""

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from pyro_structvi._checks import Positive, Program, checked, shape_text
 from pyro_structvi.linalg.matrices import no_autocast
 from pyro_structvi.nn.random_module import sample_every_site
-from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters, warn_of_local_latents
+from pyro_structvi.sites.autoguide import (
+    OwningAutoGuide,
+    check_not_given,
+    declare_parameters,
+    warn_of_local_latents,
+)
 from pyro_structvi.sites.family import (
     CreatePlates,
     Family,
@@ -37,6 +42,7 @@ from pyro_structvi.sites.site_posterior import (
     SitePosterior,
     check_no_plates_around,
     couple_families,
+    joint_name,
     module_key,
 )
 from pyro_structvi.weights.site_role import LocalReparam, SiteUse
@@ -190,7 +196,13 @@ class StructuredGuide(OwningAutoGuide):
         """Declare the parameters to Pyro, and return the distributions for all passes of a step."""
         if not self._initialized and poutine.get_mask() is not False:
             self.initialize(*args, **kwargs)
-        check_no_plates_around(each.sites for each in self._couplings())
+        couplings = [*self._couplings()]
+        check_no_plates_around(each.sites for each in couplings)
+        joined = (each.site for each in self._own_posteriors() if each.site.bias is not None)
+        check_not_given([
+            *((each.sites, each.drawn_at) for each in couplings),
+            *((site.names, joint_name(site)) for site in joined),
+        ])
         declare_parameters(self)
         return self.joint_posterior()
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from pyro_structvi._checks import Count, Program, brief, checked
 from pyro_structvi._torch import inside_jit_trace
 from pyro_structvi.linalg.matrices import at_least_single
-from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
+from pyro_structvi.sites.autoguide import OwningAutoGuide, check_not_given, declare_parameters
 from pyro_structvi.sites.family import GuideOptions, as_tensor
 from pyro_structvi.sites.finding import separate_randomness, starting_at
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
@@ -183,6 +183,7 @@ class MixtureGuide(StructuredGuide):
             )
         self._initialize_if_needed(args, kwargs)
         check_no_plates_around([self.site_names])
+        check_not_given([(self.site_names, None)])
         member = self.members[int(weights_of(self).multinomial(1))]
         values: dict[str, Tensor] = member(*args, **kwargs)
         return values

@@ -199,3 +199,39 @@ def test_a_scale_of_model_and_guide_weighs_all_of_the_divergence(kind):
     assert ("shared" in kind) == (len(plain) == 3)
     for name, nats in plain.items():
         close(weighed[name], 0.25 * nats)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ps.KTiedGuide,
+        ps.GlobalInducingGuide,
+        lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, size=2),
+        *(
+            lambda model, family=family: ps.StructuredGuide(model, {"*": family})
+            for family in COUPLED.values()
+        ),
+    ],
+)
+def test_sites_that_share_a_draw_take_no_values_of_others(make):
+    """The density would be given another draw than that of the values, or zero."""
+    model, data = three_layers(), regression_data()
+    guide = make(model)
+    trace = poutine.trace(guide).get_trace(*data)
+    values = {name: trace.nodes[name]["value"] for name in guide.site_names}
+    message = r"drawn together.*no density at values of \['net.0.weight'"
+    for given in (
+        poutine.condition(guide, values),
+        poutine.replay(guide, poutine.trace(model).get_trace(*data)),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            given(*data)
+
+
+def test_a_whole_trace_of_joined_biases_and_of_apart_ones_has_its_density():
+    data = regression_data()
+    for options in ({"join_bias": True}, {"join_bias": False}):
+        guide = ps.KTiedGuide(three_layers(), init_scale=0.3, **options)
+        trace = poutine.trace(guide).get_trace(*data)
+        again = poutine.trace(poutine.replay(guide, trace)).get_trace(*data)
+        close(again.log_prob_sum(), trace.log_prob_sum())
