@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,6 +16,7 @@ from pyro.optim import PyroOptim
 from pyro.params import param_with_module_name
 from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.messenger import _bound_partial, _context_wrap
 from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
 from torch import Size, Tensor, nn
@@ -52,6 +53,18 @@ def handlers_around() -> list[Any]:
     """Return the handlers in whose blocks this code runs."""
     around: list[Any] = _PYRO_STACK[_FIRST.get() :]
     return around
+
+
+def under_innermost(program: Any, handler: Any) -> Any:
+    """Return a program under its own handlers, with a further one inside of them all.
+
+    It sees sites that ``poutine.block`` hides from handlers outside.
+    """
+    program = program.func if isinstance(program, _bound_partial) else program
+    if not isinstance(program, partial) or program.func is not _context_wrap:
+        return handler(program)
+    around, inner = program.args
+    return partial(_context_wrap, around, under_innermost(inner, handler))
 
 
 def is_given(name: str) -> bool:

@@ -9,9 +9,10 @@ from torch import nn
 from pyro_structvi._pyro import module_parameter, parameter_names
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.eager import Loss
-from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
+from pyro_structvi.sites.finding import separate_randomness, trial_run
 from pyro_structvi.sites.site_posterior import module_key
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.sites.trial_handlers import ValuesWithoutDraws
 
 
 def add_stored_parameters(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,12 +17,16 @@ import pyro.poutine as poutine
 import torch
 from pyro.nn import PyroModule
 from pyro.ops.tensor_utils import periodic_repeat
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, check, warn_user
-from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, outside_plates
+from pyro_structvi._pyro import (
+    ONE_THREAD,
+    declared_name,
+    declared_samples,
+    outside_plates,
+)
 from pyro_structvi._torch import inside_checkpoint, inside_forward_derivative, inside_transform
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.maps.calls import Call
@@ -33,16 +37,15 @@ from pyro_structvi.sites.family import InitLocFn
 from pyro_structvi.sites.latent_site import (
     LatentSite,
     Plate,
-    bijection_at,
     bijection_onto,
     has_bijection,
 )
+from pyro_structvi.sites.trial_handlers import TrialHandler
 from pyro_structvi.weights.lazy import WeightPlaceholder
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import (
     base_of,
     example_of,
-    feasible_point,
     is_positive,
     log_density,
     median,
@@ -167,8 +170,8 @@ def find_sites_by_running(
     """
     check_call(model, args, kwargs)
     recorder = _SiteRecorder()
-    with trial_run(model), recorder:
-        model(*args, **kwargs)
+    with trial_run(model):
+        recorder.run(model, args, kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
     takes_checkpoints = any(found.use.eager_reason for found in recorder.found.values())
     for name, found in recorder.found.items():
@@ -212,18 +215,6 @@ def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
             "draw these weights instead.",
             OtherRowsWarning,
         )
-
-
-class ValuesWithoutDraws(Messenger):
-    """Gives values to sites that cannot be sampled, such as sites with an improper prior."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["value"] is None and not site_is_subsample(msg):
-            try:
-                msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
-            except NotImplementedError:
-                bijection_at(msg["name"], msg["fn"].support)
-                msg["value"] = feasible_point(msg["fn"])
 
 
 class CountedWeight(WeightPlaceholder):
@@ -282,7 +273,7 @@ class _CountedItem(WeightPlaceholder):
         return self._stack._value[self._index]
 
 
-class _SiteRecorder(ValuesWithoutDraws):
+class _SiteRecorder(TrialHandler):
     """Records each latent site, with a value that counts its uses; scales are at their median."""
 
     def __init__(self) -> None:
@@ -302,16 +293,23 @@ class _SiteRecorder(ValuesWithoutDraws):
             # Priors with this scale are described at it, and give the units of steps.
             msg["value"] = median(msg["fn"]).expand_as(msg["value"]).clone()
 
-    def _pyro_post_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        if site_is_subsample(msg):
-            return
-        frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
+    def note_hidden(self, msg: Any) -> None:
+        self._note_observation(msg)
+
+    def _note_observation(self, msg: Any) -> None:
         if SiteRole.of(msg).is_observation:
+            frames = _vectorized(msg)
             self.observed_plates.update(frame.name for frame in frames)
             self.num_examples.update(frame.size for frame in frames)
             self.num_examples.update(msg["fn"].batch_shape[:1])
             log_density(msg["fn"], msg["value"])  # which may use a weight, as `obs=weight` does
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if site_is_subsample(msg):
+            return
+        frames = _vectorized(msg)
+        self._note_observation(msg)
         if SiteRole.of(msg).is_observation or msg["is_observed"]:
             return
         value: Tensor = msg["value"]
@@ -328,6 +326,10 @@ class _SiteRecorder(ValuesWithoutDraws):
         given = next((each.name for each in parts if each.name in self.given_plates), "")
         self.found[name] = FoundSite(site, msg["fn"], None, use, given_plate=given)
         msg["value"] = self.counted[name] = CountedWeight(value, use)
+
+
+def _vectorized(msg: Any) -> list[Any]:
+    return [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
 
 
 def _describe(name: str, shape: torch.Size, prior: Any, **further: Any) -> LatentSite:

@@ -12,12 +12,12 @@ from torch import Tensor
 from pyro_structvi._torch import BatchOrInstanceNorm
 from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
 from pyro_structvi.sites.finding import (
-    ValuesWithoutDraws,
     in_evaluation,
     modules_of,
     separate_randomness,
     trial_run,
 )
+from pyro_structvi.sites.trial_handlers import TrialHandler
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import log_density, may_depend
@@ -52,8 +52,8 @@ def trace_gradient_paths(
     def run(value_of: Value) -> _Probe:
         probe = _Probe(values, value_of)
         with trial_run(model), in_evaluation(normalizations), separate_randomness():
-            with torch.enable_grad(), probe:
-                model(*args, **kwargs)
+            with torch.enable_grad():
+                probe.run(model, args, kwargs)
             probe.find_reached()
         return probe
 
@@ -108,7 +108,7 @@ def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) 
         )
 
 
-class _Probe(ValuesWithoutDraws):
+class _Probe(TrialHandler):
     """Records the log densities of observations, and of latents whose prior may depend on others."""
 
     def __init__(self, values: dict[str, Tensor], value_of: Value) -> None:
@@ -120,7 +120,19 @@ class _Probe(ValuesWithoutDraws):
         self.parents: dict[str, set[str]] = {}  # of latents, by their priors
         self._leaves: dict[int, str] = {}
 
+    def note_hidden(self, msg: Any) -> None:
+        drawn = msg["value"]
+
+        def fixed(name: str, leaf: Tensor) -> Tensor:
+            # A draw passes gradients on to the weights that its prior depends on.
+            return leaf + drawn - drawn.detach() if drawn.requires_grad else leaf.clone()
+
+        self._note(msg, fixed)
+
     def _pyro_post_sample(self, msg: Any) -> None:
+        self._note(msg, self._value_of)
+
+    def _note(self, msg: Any, value_of: Value) -> None:
         name, value = msg["name"], msg["value"]
         if not msg["is_observed"]:  # an observation may depend on weights, such as a residual
             value = self.values.setdefault(name, value.detach())
@@ -134,9 +146,9 @@ class _Probe(ValuesWithoutDraws):
         if is_observation:
             self.observed.append(name)
         if is_latent:
-            leaf = value.detach().requires_grad_()
+            leaf = value.detach().requires_grad_(value.is_floating_point())
             self._leaves[id(leaf)] = name
-            msg["value"] = self._value_of(name, leaf)
+            msg["value"] = value_of(name, leaf)
 
     def find_reached(self) -> None:
         """Find the sites that receive gradients of the observations and of latents; free the graph."""

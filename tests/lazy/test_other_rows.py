@@ -235,15 +235,20 @@ def summed(mean, y):
     pyro.factor("obs", -((mean - y) ** 2).sum())
 
 
-def observe(likelihood, local_reparam):
-    """Return the mean bound over particles, and whether outputs may be sampled."""
+def layer_under(likelihood, num_data=4):
+    """Return a model with one layer and a likelihood, and data for it."""
 
     def model(x, y):
         weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
         likelihood(nn.functional.linear(x, weight).squeeze(-1), y)
 
     torch.manual_seed(0)
-    x, y = 2 + 0.3 * torch.randn(4, 3), torch.randn(4)
+    return model, 2 + 0.3 * torch.randn(num_data, 3), torch.randn(num_data)
+
+
+def observe(likelihood, local_reparam):
+    """Return the mean bound over particles, and whether outputs may be sampled."""
+    model, x, y = layer_under(likelihood)
     guide = ps.MeanFieldGuide(model, init_scale=0.5, local_reparam=local_reparam)
     guide.initialize(x, y)
     torch.manual_seed(1)
@@ -264,6 +269,17 @@ def test_a_likelihood_of_several_examples_together_has_a_drawn_weight(likelihood
 @pytest.mark.parametrize("likelihood", [summed, latents_of_examples, masked_by_itself])
 def test_a_sum_over_examples_has_drawn_outputs(likelihood):
     assert observe(likelihood, "exact")[1]
+
+
+@pytest.mark.parametrize("likelihood", [*TOGETHER, summed, latents_of_examples])
+@pytest.mark.parametrize("hidden", [{"expose": ["weight"]}, {"hide": ["field", "total", "own"]}])
+def test_what_is_hidden_from_the_guide_is_seen(likelihood, hidden):
+    """As of a part of an AutoGuideList, or beside a handwritten guide of latents."""
+    model, *data = layer_under(likelihood)
+    guide = ps.MeanFieldGuide(poutine.block(model, **hidden), local_reparam="exact")
+    guide.initialize(*data)
+    assert guide.site_names == ["weight"]
+    assert guide.uses["weight"].allows_outputs == (likelihood not in TOGETHER)
 
 
 def test_runs_that_are_compared_have_the_same_random_numbers_of_python():
