@@ -177,6 +177,7 @@ def find_sites_by_running(
     for name, found in recorder.found.items():
         use, counted, examples = found.use, recorder.counted[name], recorder.num_examples
         use.has_unknown_rows = bool(examples and counted.num_examples - examples)
+        use.saw_one_example = counted.num_examples == {1}
         use.has_other_rows = use.has_unknown_rows or counted.is_indexed
         # Another pass may use unused sites in a checkpoint as well.
         if takes_checkpoints and use.count == 0:

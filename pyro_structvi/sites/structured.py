@@ -151,8 +151,8 @@ class StructuredGuide(OwningAutoGuide):
 
         The first call of the guide does this. Call it before to load a state dict into the guide of a
         function, or again with arguments that take another path through the model: the number of uses is
-        the maximum over all runs. The arguments are the model's, observations included; their values do
-        not matter.
+        the maximum over all runs. The arguments are the model's, observations included, for two examples
+        or more; their values do not matter.
 
         Raises:
             ValueError: If a pattern matches no site, a weight has no family, or there is no latent site.

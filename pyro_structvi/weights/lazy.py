@@ -266,7 +266,7 @@ class LazyWeight(WeightPlaceholder):
     def sample_outputs(self, call: Call) -> Tensor | None:
         if isinstance(call, Application):
             return self._apply(call)
-        if not self._may_sample_outputs(call.x):
+        if not self._may_sample_outputs_of(call):
             return None
         if isinstance(call, FactorApplication):
             self._refuse_second_use()
@@ -293,7 +293,7 @@ class LazyWeight(WeightPlaceholder):
             distribution = rearranged
         is_exact = self.use.requires_exact(application)
         for way in distribution.ways_to_apply(application.linear_map, application.x):
-            if way == "outputs" and self._may_sample_outputs(application.x):
+            if way == "outputs" and self._may_sample_outputs_of(application):
                 if distribution.has_exact_positions or not is_exact:
                     return self._sample_image(
                         application, lambda *args: distribution.image_under(*args).rsample()
@@ -346,6 +346,11 @@ class LazyWeight(WeightPlaceholder):
         return (
             self.use.allows_outputs and not self.is_drawn and not isinstance(x, WeightPlaceholder)
         )
+
+    def _may_sample_outputs_of(self, call: Call) -> bool:
+        """Whether outputs of a call may be sampled, whose examples may not have been compared."""
+        is_new = self.use.saw_one_example and call.num_examples > 1
+        return self._may_sample_outputs(call.x) and not is_new
 
     @property
     def _gave_outputs(self) -> bool:
