@@ -80,7 +80,7 @@ def kronecker_log_det(rows: Tensor, columns: Tensor) -> Tensor:
     With their eigenvalues g and f, ``g + f - g f`` is accurate for G and F close to the identity.
     """
     spectrum = _spectrum(torch.linalg.eigvalsh(rows), torch.linalg.eigvalsh(columns))
-    return _once_differentiable(spectrum.log().sum((-2, -1)))
+    return once_differentiable(spectrum.log().sum((-2, -1)), _KRONECKER)
 
 
 def kronecker_quadratic(k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -96,17 +96,20 @@ def kronecker_quadratic(k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     solution = row_basis @ rotated @ column_basis.mT
     of_rows = rows @ solution
     product = of_rows + (solution - of_rows) @ columns
-    return _once_differentiable((solution * (2 * k - product)).sum((-2, -1)))
+    return once_differentiable((solution * (2 * k - product)).sum((-2, -1)), _KRONECKER)
 
 
-def _once_differentiable(value: Tensor) -> Tensor:
+_KRONECKER = "A density of Kronecker structure"
+
+
+def once_differentiable(value: Tensor, subject: str, otherwise: str = "") -> Tensor:
     """Refuse second derivatives; torch's function of this name returns zeros in most cases."""
 
     def refuse(*_: Tensor) -> None:
         if torch.is_grad_enabled() or inside_forward_derivative():
             raise RuntimeError(
-                "A density of Kronecker structure has first derivatives only. Differentiate it without "
-                "`create_graph=True`, and not in forward mode."
+                f"{subject} has first derivatives only. Differentiate it without `create_graph=True`, "
+                f"and not in forward mode.{otherwise}"
             )
 
     if inside_forward_derivative():

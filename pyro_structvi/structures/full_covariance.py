@@ -9,7 +9,12 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi.linalg.matrices import at_least_single, solve_lower, standard_normal
+from pyro_structvi.linalg.matrices import (
+    at_least_single,
+    once_differentiable,
+    solve_lower,
+    standard_normal,
+)
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
@@ -156,6 +161,12 @@ def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
         # The gradient with all of the noise has the same mean.
         seen = torch.where((failed == 0)[..., None, None], seen.to(noise), noise)
     outputs = seen @ columns
+    # The second derivative needs E[e e'], and not the square of E[e].
+    outputs = once_differentiable(
+        outputs,
+        "A draw of outputs under a full covariance",
+        " Pass `local_reparam=False` to the guide to draw weights, which has them all.",
+    )
     return (outputs + (drawn - outputs.detach())).squeeze(-2)
 
 

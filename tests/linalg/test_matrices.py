@@ -80,6 +80,14 @@ def test_the_gradient_is_the_mean_of_that_of_the_noise_given_the_draws():
     torch.testing.assert_close(own, torch.outer(mean, by_output), rtol=1e-9, atol=1e-11)
 
 
+def test_a_second_derivative_is_refused():
+    """The gradient is linear in E[e | f], and its derivative in E[e e' | f]."""
+    columns = torch.randn(7, 3, requires_grad=True)
+    drawn = rao_blackwell_sample(columns, torch.randn(7))
+    with pytest.raises(RuntimeError, match=r"first derivatives only.*`local_reparam=False`"):
+        torch.autograd.grad(drawn.sin().sum(), columns, create_graph=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_outputs_that_depend_on_each_other_have_finite_gradients(dtype):
     """An input of zeros, and two outputs that are one."""
