@@ -177,7 +177,7 @@ def find_sites_by_running(
     for name, found in recorder.found.items():
         use, counted, examples = found.use, recorder.counted[name], recorder.num_examples
         use.has_unknown_rows = bool(examples and counted.num_examples - examples)
-        use.saw_one_example = counted.num_examples == {1}
+        use.is_uncompared = counted.num_examples == {1} or not recorder.has_observation
         use.has_other_rows = use.has_unknown_rows or counted.is_indexed
         # Another pass may use unused sites in a checkpoint as well.
         if takes_checkpoints and use.count == 0:
@@ -280,6 +280,7 @@ class _SiteRecorder(TrialHandler):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, FoundSite] = {}
+        self.has_observation = False
         self.observed_plates: set[str] = set()
         self.given_plates: set[str] = set()
         self.num_examples: set[int] = set()
@@ -299,7 +300,7 @@ class _SiteRecorder(TrialHandler):
 
     def _note_observation(self, msg: Any) -> None:
         if SiteRole.of(msg).is_observation:
-            frames = _vectorized(msg)
+            self.has_observation, frames = True, _vectorized(msg)
             self.observed_plates.update(frame.name for frame in frames)
             self.num_examples.update(frame.size for frame in frames)
             self.num_examples.update(msg["fn"].batch_shape[:1])

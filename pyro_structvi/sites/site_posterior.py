@@ -485,7 +485,7 @@ def _sample_site(
     eager_reason = own[0].eager_reason or own[1].eager_reason
     use = SiteUse(site.name, own[0].local_reparam, count, eager_reason)
     use.is_dependent = any(each.is_dependent for each in own)
-    use.saw_one_example = own[0].saw_one_example
+    use.is_uncompared = own[0].is_uncompared
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
     shapes = site.shapes

@@ -349,7 +349,7 @@ class LazyWeight(WeightPlaceholder):
 
     def _may_sample_outputs_of(self, call: Call) -> bool:
         """Whether outputs of a call may be sampled, whose examples may not have been compared."""
-        is_new = self.use.saw_one_example and call.num_examples > 1
+        is_new = self.use.is_uncompared and call.num_examples > 1
         return self._may_sample_outputs(call.x) and not is_new
 
     @property

@@ -28,8 +28,8 @@ class SiteUse:
         has_unknown_rows: Whether that is for a reason that the call does not show.
         examples_interact: Whether observations depend on the outputs of other examples, as in a loss
             over pairs. All examples then need the same weight.
-        saw_one_example: Whether all runs applied the weight to a single example, which does not show
-            whether examples interact. Several then need the same weight.
+        is_uncompared: Whether no run has shown if examples interact, since each applied the weight to a
+            single example or had no observation. Several examples then need the same weight.
         is_dependent: Whether the prior depends on another site of the same posterior, so that the KL
             needs a joint sample.
     """
@@ -41,7 +41,7 @@ class SiteUse:
     has_other_rows: bool = False
     has_unknown_rows: bool = False
     examples_interact: bool = False
-    saw_one_example: bool = False
+    is_uncompared: bool = False
     is_dependent: bool = False
 
     def after(self, former: "SiteUse | None") -> "SiteUse":
@@ -50,10 +50,10 @@ class SiteUse:
             return self
         counted = [use for use in (self, former) if use.count is not None]
         counts = [use.count for use in counted if use.count is not None]
-        others = {"name", "local_reparam", "count", "saw_one_example"}
+        others = {"name", "local_reparam", "count", "is_uncompared"}
         names = [each.name for each in fields(self) if each.name not in others]
         found = {name: getattr(self, name) or getattr(former, name) for name in names}
-        found["saw_one_example"] = bool(counted) and all(use.saw_one_example for use in counted)
+        found["is_uncompared"] = bool(counted) and all(use.is_uncompared for use in counted)
         return replace(self, count=max(counts, default=None), **found)
 
     @property

@@ -284,21 +284,27 @@ def test_what_is_hidden_from_the_guide_is_seen(likelihood, hidden):
 
 @pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.KTiedGuide])
 def test_several_examples_after_one_have_a_drawn_weight(make_guide):
-    """A single example shows no likelihood of several together."""
-    bounds = []
-    for local_reparam in (True, False):
-        model, x, y = layer_under(centered)
-        guide = make_guide(model, init_scale=0.5, local_reparam=local_reparam)
-        guide.initialize(x[:1], y[:1])
-        torch.manual_seed(1)
-        bounds.append(ps.StructuredELBO(num_particles=4).terms(model, guide, x, y).elbo)
-    assert bounds[0] == bounds[1]
+    """A single example shows no likelihood of several together, and neither does a run without one."""
+
+    def if_given(mean, y):
+        if y is not None:
+            centered(mean, y)
+
+    for size, likelihood in ((1, centered), (4, if_given)):
+        bounds = []
+        for local_reparam in (True, False):
+            model, x, y = layer_under(likelihood)
+            guide = make_guide(model, init_scale=0.5, local_reparam=local_reparam)
+            guide.initialize(x[:size], y[:1] if size == 1 else None)
+            torch.manual_seed(1)
+            bounds.append(ps.StructuredELBO(num_particles=4).terms(model, guide, x, y).elbo)
+        assert bounds[0] == bounds[1]
     model, x, y = layer_under(summed)
     guide = make_guide(model)
     uses = []
     for examples in (1, 4, 1):
         guide.initialize(x[:examples], y[:examples])
-        uses.append(guide.uses["weight"].saw_one_example)
+        uses.append(guide.uses["weight"].is_uncompared)
     assert uses == [True, False, False]
 
 
