@@ -16,9 +16,11 @@ from pyro.optim import PyroOptim
 from pyro.params import param_with_module_name
 from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.messenger import _bound_partial, _context_wrap
+from pyro.poutine.messenger import _bound_partial, _context_wrap, unwrap
+from pyro.poutine.reparam_messenger import ReparamHandler
 from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceHandler
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
 
@@ -55,12 +57,22 @@ def handlers_around() -> list[Any]:
     return around
 
 
+def unwrapped(program: Any) -> Any:
+    """Return the program inside of handlers; Pyro's own ``unwrap`` stops at ``poutine.reparam``."""
+    program = unwrap(program)
+    while isinstance(program, (ReparamHandler, TraceHandler)):
+        program = unwrap(program.fn)
+    return program
+
+
 def under_innermost(program: Any, handler: Any) -> Any:
     """Return a program under its own handlers, with a further one inside of them all.
 
     It sees sites that ``poutine.block`` hides from handlers outside.
     """
     program = program.func if isinstance(program, _bound_partial) else program
+    if isinstance(program, ReparamHandler):
+        return ReparamHandler(program.msngr, under_innermost(program.fn, handler))
     if not isinstance(program, partial) or program.func is not _context_wrap:
         return handler(program)
     around, inner = program.args

@@ -8,7 +8,6 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ except ImportError as error:
     ) from error
 
 from pyro_structvi._checks import Count, brief, checked
+from pyro_structvi._pyro import unwrapped
 from pyro_structvi._torch import norm_of
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.data_warnings import set_num_data
@@ -301,7 +301,7 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
         ['default', 'draw0', 'draw1']
     """
     net: Any = guide.to_net()
-    if not isinstance(net, PeftModel) or not isinstance(poutine.unwrap(guide.model), Likelihood):
+    if not isinstance(net, PeftModel) or not isinstance(unwrapped(guide.model), Likelihood):
         raise TypeError(
             "`guide` must be of a likelihood around a net of peft, but its model is "
             f"{brief(guide.model)} with the net {brief(net)}. Call `peft.get_peft_model(net, config)` "

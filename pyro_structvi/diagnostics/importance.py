@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, Rule, check_no_nan, checked
-from pyro_structvi._pyro import ONE_THREAD
+from pyro_structvi._pyro import ONE_THREAD, unwrapped
 from pyro_structvi.posterior.inference_data import pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode, sample_nodes
@@ -109,7 +109,7 @@ def pareto_k(
                 replayed = poutine.replay(model, trace=of_guide)
                 of_model = poutine.trace(replayed).get_trace(*args, **kwargs)
             _check_sites(of_model, of_guide)
-            _check_data(of_model, getattr(poutine.unwrap(model), "num_data", None))
+            _check_data(of_model, getattr(unwrapped(model), "num_data", None))
             total: Tensor = of_model.log_prob_sum().double() - of_guide.log_prob_sum().double()
             return total
 

@@ -5,7 +5,6 @@ from itertools import accumulate
 from threading import get_ident
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyro_structvi._checks import warn_user
 from pyro_structvi._nested import nested_tensors
-from pyro_structvi._pyro import declared_samples
+from pyro_structvi._pyro import declared_samples, unwrapped
 from pyro_structvi.infer.history import History
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.sites.autoguide import check_made_of, give_model
@@ -53,7 +52,7 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
     if isinstance(guide, StructuredGuide):
         give_model(guide, model)
         check_made_of(guide, model, "fit(guide.model, guide, data)")
-    model = poutine.unwrap(model)
+    model = unwrapped(model)
     if not isinstance(model, Likelihood):
         return
     if not model.is_num_data_given:
@@ -97,7 +96,7 @@ def warn_of_first_batch(
     scales = {name: draws[0]["scale"] for name, draws in seen.sites.items()}
     unscaled = [n for n, scale in scales.items() if not isinstance(scale, Tensor) and scale == 1]
     # A model of the user's own may count a mini-batch for all the data.
-    if unscaled and num_batches > 1 and not isinstance(poutine.unwrap(model), Likelihood):
+    if unscaled and num_batches > 1 and not isinstance(unwrapped(model), Likelihood):
         whole = "all examples" if size is None else f"all {size} examples"
         warn_user(
             f"The observed sites {unscaled} count a mini-batch for all the data: their scale is 1, and "

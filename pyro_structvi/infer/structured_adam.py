@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
+from pyro_structvi._pyro import unwrapped
 from pyro_structvi._torch import norm_of
 from pyro_structvi.nn.conversion import find_layouts
 from pyro_structvi.sites.latent_site import WIDE
@@ -321,7 +321,7 @@ def _at_most(size: float | Tensor, move: Tensor) -> Tensor:
 def _count_wide(points: Sequence[Tensor], guide: nn.Module) -> int:
     """Return how many parameters without a posterior are weights with a fan-in above 50."""
     guides = (each for each in guide.modules() if isinstance(each, StructuredGuide))
-    models = {poutine.unwrap(each.model) for each in guides if points and each.model is not None}
+    models = {unwrapped(each.model) for each in guides if points and each.model is not None}
     layouts = [find_layouts(model) for model in models if isinstance(model, nn.Module)]
     fan_ins = {key: layout.fan_in or 0 for own in layouts for key, layout in own.items()}
     return sum(fan_ins.get(id(value), 0) > WIDE for value in points)

@@ -8,7 +8,6 @@ from functools import partial
 from inspect import signature
 from typing import Annotated, Any, Literal
 
-import pyro.poutine as poutine
 import torch
 from pyro.optim import PyroOptim
 from torch import nn
@@ -24,7 +23,7 @@ from pyro_structvi._checks import (
     check,
     checked,
 )
-from pyro_structvi._pyro import declared_samples
+from pyro_structvi._pyro import declared_samples, unwrapped
 from pyro_structvi._torch import own_tensors
 from pyro_structvi.infer.batches import Feed, TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.checkpoint import Checkpoint, CheckpointFile, Run
@@ -210,7 +209,7 @@ def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) ->
             "`guide` must have whole parameters, but got sharded ones. Train it in a loop of your own, "
             "as the page on more than one device shows."
         )
-    parts = [part for part in (poutine.unwrap(model), guide) if isinstance(part, nn.Module)]
+    parts = [part for part in (unwrapped(model), guide) if isinstance(part, nn.Module)]
     trained = (each for part in parts for each in part.parameters() if each.requires_grad)
     if any(parameter.is_inference() for parameter in trained):
         raise ValueError(
@@ -291,7 +290,7 @@ def initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @contextmanager
 def _training_mode(model: Callable[..., Any], guide: nn.Module) -> Iterator[None]:
     """Put model and guide into training mode in this block, but for frozen parts in evaluation mode."""
-    roots = [root for root in (poutine.unwrap(model), guide) if isinstance(root, nn.Module)]
+    roots = [root for root in (unwrapped(model), guide) if isinstance(root, nn.Module)]
     modes = [(part, part.training) for root in roots for part in root.modules()]
     try:
         for root in roots:

@@ -13,7 +13,6 @@ from pathlib import Path
 from stat import S_IMODE
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, brief, checked, shape_text
-from pyro_structvi._pyro import declared_samples, plain_class
+from pyro_structvi._pyro import declared_samples, plain_class, unwrapped
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior
 from pyro_structvi.nn.random_module import frozen_keys, separate_elements
@@ -163,7 +162,7 @@ def load(
     for name, own in states.items():
         if own:
             loaded = {key.removeprefix(f"{name}."): tensors[key] for key in own}
-            module = poutine.unwrap(parts[name])
+            module = unwrapped(parts[name])
             separate_elements(module)
             module.load_state_dict(loaded)
     return guide
@@ -182,7 +181,7 @@ def _version_of(package: str) -> str:
 
 def _state_of(name: str, part: Any) -> dict[str, Tensor]:
     """Return the state dict of a module, with a prefix; none of a function."""
-    module = poutine.unwrap(part)
+    module = unwrapped(part)
     state = module.state_dict() if isinstance(module, nn.Module) else {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -216,7 +215,7 @@ def _can_hold(dtype: torch.dtype) -> bool:
 
 def _frozen_in(model: Any) -> dict[str, Tensor]:
     """Return the frozen parameters of a model, by their keys in a file."""
-    module = poutine.unwrap(model)
+    module = unwrapped(model)
     keys = frozen_keys(module) if isinstance(module, nn.Module) else set()
     state = _state_of("model", model)
     return {key: state[key] for key in state if key.removeprefix("model.") in keys}
@@ -308,7 +307,7 @@ def parts_of(model: Any) -> Parts:
     module of torch has all its settings, since some are not declared, as the heads of attention. A
     likelihood or a module without parts has its class, too; others may be arranged in another way.
     """
-    root = poutine.unwrap(model)
+    root = unwrapped(model)
     modules = root.named_modules(remove_duplicate=False) if isinstance(root, nn.Module) else ()
     parts = {}
     for path, module in modules:

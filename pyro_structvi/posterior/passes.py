@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from pyro_structvi._checks import Program, brief, check_tensors
 from pyro_structvi._nested import map_nested, nested_tensors
+from pyro_structvi._pyro import unwrapped
 from pyro_structvi._torch import own_tensors, take_apart
 from pyro_structvi.posterior.runs import (
     BatchStatistics,
@@ -57,7 +58,7 @@ def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
         return
     elif not callable(posterior):
         got = f"a {type(posterior).__name__}. Pass the guide that was fitted"
-    elif poutine.unwrap(posterior) is poutine.unwrap(model):
+    elif unwrapped(posterior) is unwrapped(model):
         got = "the model. Pass the guide that was fitted to it"
     else:
         if isinstance(posterior, StructuredGuide):

@@ -10,7 +10,6 @@ from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import pyro
-import pyro.poutine as poutine
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.runtime import am_i_wrapped, effectful
@@ -23,6 +22,7 @@ from pyro_structvi._pyro import (
     is_given,
     loaded_parameter,
     mirror_parameter,
+    unwrapped,
 )
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
@@ -306,7 +306,7 @@ def give_model(guide: OwningAutoGuide, model: Callable[..., Any]) -> None:
 
 def check_made_of(guide: OwningAutoGuide, model: Any, call: str) -> None:
     """Raise a ``ValueError`` if a guide was made of a module that is not a model or a part of it."""
-    own, model = poutine.unwrap(guide.model), poutine.unwrap(model)
+    own, model = unwrapped(guide.model), unwrapped(model)
     are_modules = isinstance(own, nn.Module) and isinstance(model, nn.Module)
     if are_modules and not any(part is own for part in model.modules()):
         raise ValueError(

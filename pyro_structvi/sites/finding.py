@@ -26,6 +26,7 @@ from pyro_structvi._pyro import (
     declared_name,
     declared_samples,
     outside_plates,
+    unwrapped,
 )
 from pyro_structvi._torch import inside_checkpoint, inside_forward_derivative, inside_transform
 from pyro_structvi.linalg.matrices import shrink
@@ -111,7 +112,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
 
 def modules_of(model: Any) -> list[nn.Module]:
     """Return the modules of a model, which may be a function or under handlers."""
-    module = poutine.unwrap(model)
+    module = unwrapped(model)
     return [*module.modules()] if isinstance(module, nn.Module) else []
 
 
@@ -131,7 +132,7 @@ def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise a ``TypeError`` unless a model accepts these arguments."""
     if refusal := _refusal(model, args, kwargs):
-        program = poutine.unwrap(model)
+        program = unwrapped(model)
         is_net = isinstance(program, nn.Module) and not isinstance(program, Likelihood) and args
         net = "A net alone is no model of observations: wrap it, as in `Regressor(net)`."
         others = "Give the model's arguments, such as `(x, y)` or `{'x': inputs, 'y': y}`."
@@ -145,14 +146,14 @@ def check_runs_on_inputs(model: Any, args: tuple[Any, ...]) -> None:
     """Raise a ``TypeError`` unless a model accepts inputs without observations."""
     if refusal := _refusal(model, args, {}):
         raise TypeError(
-            f"`model` must run on inputs alone, but {brief(poutine.unwrap(model))} says: {refusal}. "
+            f"`model` must run on inputs alone, but {brief(unwrapped(model))} says: {refusal}. "
             "Give its observations a default, as in `def forward(self, x, y=None)`."
         )
 
 
 def _refusal(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return the words by which the signature of a model refuses arguments, None if it takes them."""
-    program = poutine.unwrap(model)
+    program = unwrapped(model)
     try:
         signature(getattr(program, "forward", program)).bind(*args, **kwargs)
     except TypeError as error:
@@ -172,7 +173,7 @@ def find_sites_by_running(
     recorder = _SiteRecorder()
     with trial_run(model):
         recorder.run(model, args, kwargs)
-    declared = find_declared_sites(poutine.unwrap(model))
+    declared = find_declared_sites(unwrapped(model))
     takes_checkpoints = any(found.use.eager_reason for found in recorder.found.values())
     for name, found in recorder.found.items():
         use, counted, examples = found.use, recorder.counted[name], recorder.num_examples

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pyro_structvi._checks import Program, checked, shape_text
-from pyro_structvi._pyro import declared_name
+from pyro_structvi._pyro import declared_name, unwrapped
 from pyro_structvi.nn.random_module import frozen_names
 from pyro_structvi.sites.finding import check_call, separate_randomness, shapes_only, trial_run
 from pyro_structvi.sites.site_posterior import SitePosterior, joint_name
@@ -109,7 +109,7 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
         for name, use in self.uses.items()
         if name in drawn.nodes
     ]
-    return GuideReport((*sites, *_report_others(poutine.unwrap(model))))
+    return GuideReport((*sites, *_report_others(unwrapped(model))))
 
 
 def _report_site(

@@ -4,14 +4,13 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Size, Tensor, nn
 from torch.func import functional_call
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
-from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
+from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module, unwrapped
 from pyro_structvi._torch import compute_by_hooks, map_draws, own_tensors, remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
 from pyro_structvi.nn.padding import ROW, has_padding_row, put_padding, write_padding_row
@@ -41,7 +40,7 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
         >>> guide.to_net()
         Linear(in_features=3, out_features=1, bias=True)
     """
-    model = poutine.unwrap(self.needed_model)
+    model = unwrapped(self.needed_model)
     found = [model.net] if isinstance(model, Likelihood) else _outermost(model)
     if len(found) != 1:
         raise TypeError(
@@ -221,7 +220,7 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
     """
     draws = self.joint_posterior().draw_many(range(num_samples))
     each = ({name: draw[i] for name, draw in draws.items()} for i in range(num_samples))
-    output = getattr(poutine.unwrap(self.needed_model), "output", None)
+    output = getattr(unwrapped(self.needed_model), "output", None)
     return SampledFunctions((to_net(self, draw).eval() for draw in each), output)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Positive, Program, checked, shape_text
+from pyro_structvi._pyro import unwrapped
 from pyro_structvi.linalg.matrices import no_autocast
 from pyro_structvi.nn.random_module import sample_every_site
 from pyro_structvi.sites.autoguide import (
@@ -109,7 +110,7 @@ class StructuredGuide(OwningAutoGuide):
         self._initialized = False
         with separate_randomness():
             self._adopt(find_declared_sites(model))
-        sample_every_site(poutine.unwrap(model))
+        sample_every_site(unwrapped(model))
 
     @property
     def num_members(self) -> int:

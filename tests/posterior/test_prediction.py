@@ -1,6 +1,7 @@
 """predict: moments, densities, streaming, batches, every kind of posterior."""
 
 import math
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -203,10 +204,19 @@ def test_options_out_of_range(options, message):
             ps.to_inference_data(model, draws, torch.zeros(5, 3), options["y"])
 
 
-def test_a_wrapped_model_is_evaluated_like_a_bare_one():
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        partial(pyro.poutine.scale, scale=0.5),
+        partial(pyro.poutine.reparam, config={}),
+        lambda model: pyro.poutine.reparam(pyro.poutine.scale(model, 0.5), config={}),
+        pyro.poutine.trace,
+    ],
+)
+def test_a_wrapped_model_is_evaluated_like_a_bare_one(wrap):
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     model = ps.Regressor(ps.bayesianize(net, normalization=False), num_data=12, noise_scale=0.3)
-    wrapped = pyro.poutine.scale(model, scale=0.5)
+    wrapped = wrap(model)
     guide = ps.MeanFieldGuide(wrapped, init_scale=1e-8)
     ps.fit(wrapped, guide, regression_data(), num_steps=2, progress=False)
     assert not torch.equal(model.net[1].weight, torch.ones(4))

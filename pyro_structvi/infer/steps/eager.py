@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._checks import shape_text
-from pyro_structvi._pyro import ONE_THREAD
+from pyro_structvi._pyro import ONE_THREAD, unwrapped
 from pyro_structvi._torch import is_recording, norm_of
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.elbo import StructuredELBO
@@ -33,7 +33,7 @@ class Loss(nn.Module):
         super().__init__()
         self.parts, self.elbo = (model, guide), elbo
         for name, part in (("guide", guide), ("model", model)):
-            module = poutine.unwrap(part)
+            module = unwrapped(part)
             if isinstance(module, nn.Module):
                 self.add_module(name, module)
 

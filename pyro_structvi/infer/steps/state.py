@@ -11,11 +11,11 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, Sim
 from typing import Any
 
 import numpy as np
-import pyro.poutine as poutine
 import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from pyro_structvi._pyro import unwrapped
 from pyro_structvi._torch import (
     all_modules,
     forward_hooks,
@@ -89,7 +89,7 @@ class Modules:
     """
 
     def __init__(self, parts: Iterable[Callable[..., Any]]) -> None:
-        self._functions = [poutine.unwrap(part) for part in parts]
+        self._functions = [unwrapped(part) for part in parts]
         self._roots = [root for function in self._functions for root in _modules_of(function)]
 
     def __iter__(self) -> Iterator[nn.Module]:
