@@ -27,7 +27,6 @@ from pyro_structvi._pyro import (
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.family import KEY, CreatePlates, InitLocFn, check_options
-from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.latent_site import Plate
 
 _NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
@@ -317,14 +316,14 @@ def check_made_of(guide: OwningAutoGuide, model: Any, call: str) -> None:
 
 def _model_sum(guide: Any) -> Tensor | None:
     """Return the sum of a model's parameters and changing buffers without its sites, or None."""
-    modules = modules_of(guide.model) if guide.model is not None else []
-    if not modules:
+    model = unwrapped(guide.model)
+    if not isinstance(model, nn.Module):
         return None
-    nets = (part for part in modules if not isinstance(part, Likelihood))
+    nets = (part for part in model.modules() if not isinstance(part, Likelihood))
     buffers = [pair for part in nets for pair in buffers_that_change(part)]
     kept = {id(value) for name, value in buffers if "_prior_" not in name}
-    kept |= {id(value) for value in modules[0].parameters() if type(value) is nn.Parameter}
-    state = modules[0].state_dict(keep_vars=True).values()  # persistent buffers only
+    kept |= {id(value) for value in model.parameters() if type(value) is nn.Parameter}
+    state = model.state_dict(keep_vars=True).values()  # persistent buffers only
     whole = [value.detach() for value in state if id(value) in kept and not value.is_meta]
     sums = [value.to(torch.complex64).abs().sum().cpu() for value in whole]
     return torch.stack(sums).sum() if sums else None

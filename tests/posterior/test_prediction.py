@@ -211,13 +211,16 @@ def test_options_out_of_range(options, message):
         partial(pyro.poutine.reparam, config={}),
         lambda model: pyro.poutine.reparam(pyro.poutine.scale(model, 0.5), config={}),
         pyro.poutine.trace,
+        lambda model: lambda x, y=None: model(x, y),
     ],
 )
 def test_a_wrapped_model_is_evaluated_like_a_bare_one(wrap):
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     model = ps.Regressor(ps.bayesianize(net, normalization=False), num_data=12, noise_scale=0.3)
-    wrapped = wrap(model)
+    wrapped, before = wrap(model), model.net[1].running_mean.clone()
     guide = ps.MeanFieldGuide(wrapped, init_scale=1e-8)
+    guide.initialize(*regression_data())
+    assert torch.equal(model.net[1].running_mean, before)
     ps.fit(wrapped, guide, regression_data(), num_steps=2, progress=False)
     assert not torch.equal(model.net[1].weight, torch.ones(4))
     before = model.net[1].running_mean.clone()

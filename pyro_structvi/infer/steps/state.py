@@ -15,6 +15,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from pyro_structvi._functions import modules_named_by, named_by
 from pyro_structvi._pyro import unwrapped
 from pyro_structvi._torch import (
     all_modules,
@@ -90,7 +91,7 @@ class Modules:
 
     def __init__(self, parts: Iterable[Callable[..., Any]]) -> None:
         self._functions = [unwrapped(part) for part in parts]
-        self._roots = [root for function in self._functions for root in _modules_of(function)]
+        self._roots = [root for function in self._functions for root in modules_named_by(function)]
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Iterate over all modules."""
@@ -111,7 +112,7 @@ class Modules:
         identity, found = Same if with_memory else id, _Contents()
         state: State = {}
         for place, function in zip(("the model", "the guide"), self._functions, strict=True):
-            named = _named_by(function).items()
+            named = named_by(function).items()
             state[place] = tuple([(name, found.of(value)) for name, value in named])
         contents = memory_of if with_memory else found.of
         for number, module in enumerate(self):
@@ -137,7 +138,7 @@ class Modules:
     def _outside(self) -> State:
         """Return variables that functions name, and generators of random numbers, by place."""
         methods = [each for module in self for each in _functions_of(module)]
-        named = [_named_by(each) for each in (*self._functions, *methods)]
+        named = [named_by(each) for each in (*self._functions, *methods)]
         objects = dict(zip(("model", "guide"), self._functions, strict=True))  # of bound methods
         found = [pair for own in (objects, *named) for pair in own.items()]
         variables = [(name, memory_of(value)) for name, value in found]
@@ -243,21 +244,3 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
     ]
     for own in (module, *kinds):
         yield from (each for each in vars(own).values() if isinstance(each, FunctionType))
-
-
-def _modules_of(function: Any) -> Iterator[nn.Module]:
-    for value in (function, getattr(function, "__self__", None), *_named_by(function).values()):
-        if isinstance(value, nn.Module):
-            yield value
-
-
-def _named_by(function: Any) -> dict[str, Any]:
-    """Return the globals and the closed-over variables that a function names, if they have values."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return {}
-    found = {name: function.__globals__.get(name) for name in code.co_names}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it has none yet
-            found[name] = cell.cell_contents
-    return found
