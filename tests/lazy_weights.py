@@ -43,6 +43,8 @@ def is_ordinary(tensor):
 def run_lazily(layer, guide, x):
     """Run a layer on what its guide hands it under StructuredELBO."""
     guide.initialize(x)
+    for use in guide.uses.values():
+        use.is_uncompared = False  # as under observations of single examples
     with DelayDraws():
         trace = poutine.trace(guide).get_trace(x)
     return poutine.replay(layer, trace)(x).detach()
