@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,18 @@ def modules_named_by(function: Any) -> Iterator[nn.Module]:
     for value in (function, getattr(function, "__self__", None), *named_by(function).values()):
         if isinstance(value, nn.Module):
             yield value
+
+
+def modules_reached_by(function: Any) -> Iterator[nn.Module]:
+    """Yield the modules that a function names, and those that functions beside it name that it names."""
+    waiting, known = [function], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in known:
+            known.add(id(each))
+            yield from modules_named_by(each)
+            named = (value for value in named_by(each).values() if isinstance(value, FunctionType))
+            waiting += [value for value in named if value.__module__ == each.__module__]
 
 
 def named_by(function: Any) -> dict[str, Any]:

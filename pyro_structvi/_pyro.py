@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,7 +17,7 @@ from pyro.optim import PyroOptim
 from pyro.params import param_with_module_name
 from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.messenger import _bound_partial, _context_wrap, unwrap
+from pyro.poutine.messenger import _bound_partial, _context_wrap
 from pyro.poutine.reparam_messenger import ReparamHandler
 from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
@@ -58,11 +59,20 @@ def handlers_around() -> list[Any]:
 
 
 def unwrapped(program: Any) -> Any:
-    """Return the program inside of handlers; Pyro's own ``unwrap`` stops at ``poutine.reparam``."""
-    program = unwrap(program)
-    while isinstance(program, (ReparamHandler, TraceHandler)):
-        program = unwrap(program.fn)
-    return program
+    """Return the program inside of handlers and of ``functools.partial``.
+
+    Pyro's own ``unwrap`` stops at ``poutine.reparam``, and takes an argument of a partial for a program.
+    """
+    while True:
+        if isinstance(program, (ReparamHandler, TraceHandler)):
+            program = program.fn
+        elif not isinstance(program, partial):
+            return program
+        elif program.func is _context_wrap:
+            _, inner, *bound = program.args  # to an object, if a method has the handler
+            program = MethodType(unwrapped(inner), *bound) if bound else inner
+        else:
+            program = program.func
 
 
 def under_innermost(program: Any, handler: Any) -> Any:
@@ -75,8 +85,8 @@ def under_innermost(program: Any, handler: Any) -> Any:
         return ReparamHandler(program.msngr, under_innermost(program.fn, handler))
     if not isinstance(program, partial) or program.func is not _context_wrap:
         return handler(program)
-    around, inner = program.args
-    return partial(_context_wrap, around, under_innermost(inner, handler))
+    around, inner, *bound = program.args
+    return partial(_context_wrap, around, under_innermost(inner, handler), *bound)
 
 
 def is_given(name: str) -> bool:

@@ -21,7 +21,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, check, warn_user
-from pyro_structvi._functions import modules_named_by
+from pyro_structvi._functions import modules_reached_by
 from pyro_structvi._pyro import (
     ONE_THREAD,
     declared_name,
@@ -114,7 +114,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
 def modules_of(model: Any) -> list[nn.Module]:
     """Return the modules of a model, which may be under handlers, or a function that names them."""
     program = unwrapped(model)
-    roots = [program] if isinstance(program, nn.Module) else modules_named_by(program)
+    roots = [program] if isinstance(program, nn.Module) else modules_reached_by(program)
     return [*dict.fromkeys(part for root in roots for part in root.modules())]
 
 

@@ -204,6 +204,22 @@ def test_options_out_of_range(options, message):
             ps.to_inference_data(model, draws, torch.zeros(5, 3), options["y"])
 
 
+def method_under_a_handler(model):
+    class Program:
+        @pyro.poutine.scale(scale=0.5)
+        def run(self, x, y=None):
+            return model(x, y)
+
+    return Program().run
+
+
+def called_by_another_function(model):
+    def run(x, y):
+        return model(x, y)
+
+    return lambda x, y=None: run(x, y)
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -212,6 +228,9 @@ def test_options_out_of_range(options, message):
         lambda model: pyro.poutine.reparam(pyro.poutine.scale(model, 0.5), config={}),
         pyro.poutine.trace,
         lambda model: lambda x, y=None: model(x, y),
+        called_by_another_function,
+        method_under_a_handler,
+        lambda model: partial(model, weights=None),
     ],
 )
 def test_a_wrapped_model_is_evaluated_like_a_bare_one(wrap):
