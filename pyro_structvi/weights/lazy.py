@@ -305,8 +305,12 @@ class LazyWeight(WeightPlaceholder):
                 return self._apply_factors(application)
             if way == "weight":
                 break
-        cheaper = "cheaper for its structure in this layer"
-        self.reason = "several positions of an example" if is_exact else cheaper
+        reasons = {
+            "several positions of an example": is_exact,
+            "initialized without several observed examples": self._is_uncompared(application),
+            "cheaper for its structure in this layer": True,
+        }
+        self.reason = next(reason for reason, holds in reasons.items() if holds)
         return None
 
     def _sample_image(
@@ -348,9 +352,11 @@ class LazyWeight(WeightPlaceholder):
         )
 
     def _may_sample_outputs_of(self, call: Call) -> bool:
-        """Whether outputs of a call may be sampled, whose examples may not have been compared."""
-        is_new = self.use.is_uncompared and call.num_examples > 1
-        return self._may_sample_outputs(call.x) and not is_new
+        return self._may_sample_outputs(call.x) and not self._is_uncompared(call)
+
+    def _is_uncompared(self, call: Call) -> bool:
+        """Whether the observations of these examples may interact, as far as runs have shown."""
+        return self.use.is_uncompared and call.num_examples > 1
 
     @property
     def _gave_outputs(self) -> bool:

@@ -304,8 +304,9 @@ def test_several_examples_after_one_have_a_drawn_weight(make_guide):
     uses = []
     for examples in (1, 4, 1):
         guide.initialize(x[:examples], y[:examples])
-        uses.append(guide.uses["weight"].is_uncompared)
-    assert uses == [True, False, False]
+        is_named = "initialized without several observed examples" in str(guide.report(x, y))
+        uses.append((guide.uses["weight"].is_uncompared, is_named))
+    assert uses == [(True, True), (False, False), (False, False)]
 
 
 def test_runs_that_are_compared_have_the_same_random_numbers_of_python():
