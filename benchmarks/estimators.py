@@ -6,10 +6,10 @@
 
 Files, splits and scaling are as in ``benchmarks.uci``. "chains" has ``refine=True`` and "points"
 ``refine=False`` of ``BayesianMLPRegressor``. Its default is "chains" up to 10,000 examples, and
-"mixture" above. "deep ensemble" has ten nets with two hidden layers of 50 ReLU units, early stopping
-and the same Student's t noise. XGBoost has 500 trees of depth 4 at a rate of 0.05; it has no predictive
-density. ``bde`` (``pip install sklearn-contrib-bde``) has our net, with the defaults of its energy
-variance. What the file of results has is not measured again.
+"mixture" above. "skip" has ``skip=True``. "deep ensemble" has ten nets with two hidden layers of 50
+ReLU units, early stopping and the same Student's t noise. XGBoost has 500 trees of depth 4 at a rate of
+0.05; it has no predictive density. ``bde`` (``pip install sklearn-contrib-bde``) has our net, with the
+defaults of its energy variance. What the file of results has is not measured again.
 """
 
 import argparse
