@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from pyro_structvi._checks import (
     Count,
@@ -35,6 +36,7 @@ DegreesOfFreedom = Annotated[
 ]
 
 SMALLEST_SCALE = 1e-6  # of heteroscedastic noise, which must not round to zero
+LARGEST_RATE = 1e18  # of a draw of counts by torch
 
 
 class Regressor(Likelihood):
@@ -200,4 +202,52 @@ class PoissonRegressor(Likelihood):
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe counts in any dtype, and return the log rates."""
-        return self._observe_numbers(lambda logs: dist.Poisson(logs.exp()), output, plates, y)
+        return self._observe_numbers(LogRatePoisson, output, plates, y)
+
+
+class LogRatePoisson(dist.Poisson):
+    """A Poisson distribution by log rates, exact where a rate rounds to zero or infinity.
+
+    Args:
+        log_rate: The logarithms, ``(*batch,)``.
+        validate_args: Whether to check arguments and values; the setting of Pyro when None.
+
+    Example:
+        >>> import torch
+        >>> LogRatePoisson(torch.tensor(-200.0)).log_prob(torch.tensor(1.0))
+        tensor(-200.)
+    """
+
+    arg_constraints: ClassVar = {"log_rate": constraints.real}
+
+    def __init__(self, log_rate: Tensor, validate_args: bool | None = None) -> None:
+        self.log_rate, self.is_sparse = log_rate, False
+        torch.distributions.Distribution.__init__(self, log_rate.shape, validate_args=validate_args)
+
+    @property
+    def rate(self) -> Tensor:
+        """The expected counts, ``(*batch,)``."""
+        return self.log_rate.exp()
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "LogRatePoisson":
+        """Return this distribution with a larger batch shape, sharing memory."""
+        new: LogRatePoisson = self._get_checked_instance(LogRatePoisson, _instance)
+        LogRatePoisson.__init__(new, self.log_rate.expand(batch_shape), validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw counts ``(*sample_shape, *batch)``; a rate above 1e18 is its own draw."""
+        shape = self._extended_shape(torch.Size(sample_shape))
+        rate = self.rate.detach().expand(shape)
+        # Torch draws in int64, and negative counts beyond it.
+        drawn = torch.poisson(rate.clamp_max(LARGEST_RATE))
+        return torch.where(rate < LARGEST_RATE, drawn, rate)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return log probabilities; sums are in double, because large terms of large counts cancel."""
+        if self._validate_args:
+            self._validate_sample(value)
+        log_rate, value = self.log_rate.double(), value.double()
+        log_prob: Tensor = value * log_rate - log_rate.exp() - torch.lgamma(value + 1)
+        return log_prob.to(self.log_rate.dtype)

@@ -36,6 +36,7 @@ from pyro_structvi.moments.net import check_served, output_moments, used_more_th
 from pyro_structvi.moments.nonlinear import averages
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.regressors import LogRatePoisson
 from pyro_structvi.posterior.passes import Batch, Values, batches_of, check_posterior
 from pyro_structvi.posterior.prediction import (
     Averages,
@@ -204,7 +205,8 @@ def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | 
     with autocast_off(y):
         weights = at.weights.to(base.mean)
         if isinstance(base, Poisson):
-            counts = poisson_log_normal_log_prob(y, *averages(base.rate.log(), weights))
+            log_rates = base.log_rate if isinstance(base, LogRatePoisson) else base.rate.log()
+            counts = poisson_log_normal_log_prob(y, *averages(log_rates, weights))
             return counts.flatten(1).sum(-1) if counts.dim() > 1 else counts
         if not isinstance(base, (Normal, StudentT)):
             log_probs = base.log_prob(y)
@@ -260,8 +262,9 @@ def poisson_log_normal_log_prob(y: Tensor, loc: Tensor, variance: Tensor) -> Ten
     """Return the log probability of counts whose log rate is normal.
 
     Gauss-Hermite quadrature around the mode of the log rate given the count, with the curvature there:
-    large counts know their rate better than the prediction.
+    large counts know their rate better than the prediction. Their terms cancel, and are in double.
     """
+    dtype, (y, loc, variance) = loc.dtype, (part.double() for part in (y, loc, variance))
     scale = floored_sqrt(variance)
     with torch.no_grad():
         # From the right of the mode Newton's method approaches it without passing it.
@@ -276,7 +279,8 @@ def poisson_log_normal_log_prob(y: Tensor, loc: Tensor, variance: Tensor) -> Ten
     at = mode + width * nodes
     log_rate = loc + scale * at
     log_terms = y * log_rate - log_rate.exp() + (nodes.square() - at.square()) / 2
-    return _log_average(weights, log_terms) + width.log() - torch.lgamma(y + 1)
+    counts = _log_average(weights, log_terms) + width.log() - torch.lgamma(y + 1)
+    return counts.to(dtype)
 
 
 def _given_noise(

@@ -19,7 +19,7 @@ from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.moments import integration as softmax
 from pyro_structvi.moments.integration import nodes_of
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
-from pyro_structvi.posterior.one_pass import MomentsWarning
+from pyro_structvi.posterior.one_pass import MomentsWarning, poisson_log_normal_log_prob
 from pyro_structvi.testing import guides_for, points_for
 from tests.moments.one_layer import (
     SIZE,
@@ -177,6 +177,18 @@ def test_counts_of_any_size_have_their_density(width):
         density = sum(quad(product, *ends, epsabs=0, epsrel=1e-10)[0] for ends in pairwise(parts))
         if density > 1e-12:  # for less the integral needs the tails
             assert each.item() == pytest.approx(math.log(density), abs=1e-6)
+
+
+def test_large_counts_have_their_density_in_single_precision():
+    """Also under a wide log rate, of which nodes have infinite rates."""
+    y, loc, variance = (torch.tensor([each]).float() for each in (1e8, 18.42, 1e-30))
+    found = poisson_log_normal_log_prob(y, loc, variance)
+    expected = poisson.logpmf(1e8, math.exp(loc.item()))
+    assert found.item() == pytest.approx(expected, rel=1e-6)
+    model = ps.PoissonRegressor(linear(1), SIZE)
+    x, counts = torch.zeros(SIZE, 3), torch.ones(SIZE, 1)
+    found = ps.predict_moments(model, fitted(model, scale=80.0), x, y=counts).log_density
+    assert found.isfinite().all()
 
 
 def test_correlated_targets_have_a_joint_density_under_learned_noise(x):

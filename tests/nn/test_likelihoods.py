@@ -1,5 +1,7 @@
 """Likelihoods around a net, of examples and of tokens."""
 
+import math
+
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
@@ -89,6 +91,21 @@ def test_the_log_likelihood_is_scaled_to_all_data(name):
     if name == "gamma":
         single = draw(model.float(), torch.zeros(1, 3, dtype=torch.float32))
         assert single["noise_scale"].dtype == torch.float32, "its prior moves with the model"
+
+
+def test_counts_have_their_density_and_gradient_at_extreme_rates():
+    """In single precision, where rates are zero or terms of large counts cancel."""
+    logs = torch.tensor([[-200.0], [-90.0], [9.2], [13.8], [18.4]]).float().requires_grad_()
+    y = torch.tensor([[1.0], [0.0], [1e4], [1e6], [1e8]])
+    model = ps.PoissonRegressor(nn.Identity(), num_data=5)
+    found = log_likelihood(model, {}, logs, y)
+    f, count = logs.detach().double(), y.double()
+    expected = (count * f - f.exp() - torch.lgamma(count + 1)).sum()
+    torch.testing.assert_close(found, expected.float())
+    (gradient,) = torch.autograd.grad(found, logs)
+    torch.testing.assert_close(gradient, (count - f.exp()).float(), rtol=1e-6, atol=0)
+    drawn = poutine.trace(model).get_trace(torch.full((1, 1), 50.0)).nodes["obs"]["value"]
+    assert drawn.item() == pytest.approx(math.exp(50)), "not the largest number of int64"
 
 
 def test_learned_noise_has_a_half_normal_prior():
