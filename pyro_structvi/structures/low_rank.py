@@ -150,20 +150,28 @@ class LowRankNormal(GaussianWeight):
     @property
     def precision_directions(self) -> Tensor:
         r"""The u in the precision :math:`\operatorname{diag}(\sigma^{-2}) - \sum_k u_k u_k^\top`."""
-        scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
-        factors = self._flat_factors.double() / scale.unsqueeze(-2)
-        gram = factors @ factors.mT
-        tril = tril_or_nan(identity_like(gram) + self.alpha * gram)
+        scale, factors, tril = self._whitened
         directions = torch.linalg.solve_triangular(tril, factors, upper=False)
-        scaled: Tensor = self.alpha**0.5 * directions / scale.unsqueeze(-2)
+        scaled: Tensor = directions / scale.unsqueeze(-2)
         return scaled.reshape(self.factors.shape)
 
+    @property
+    def _whitened(self) -> tuple[Tensor, Tensor, Tensor]:
+        r""":math:`\sigma`, :math:`B = \sqrt{\alpha} V' / \sigma`, and the factor of :math:`I + B B'`."""
+        scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
+        factors = self.alpha**0.5 * self._flat_factors.double() / scale.unsqueeze(-2)
+        gram = factors @ factors.mT
+        return scale, factors, tril_or_nan(identity_like(gram) + gram)
+
     def mahalanobis(self, difference: Tensor) -> Tensor:
-        difference, event_dim = difference.double(), len(self.event_shape)
-        whitened = (difference / self.scale.double()).flatten(-event_dim)
-        directions = self.precision_directions.flatten(-event_dim)
-        explained = directions @ difference.flatten(-event_dim).unsqueeze(-1)
-        squares = whitened.square().sum(-1) - explained.square().sum((-2, -1))
+        # The least |d / sigma - B' c|^2 + |c|^2 over c: squares that do not cancel. Those of Woodbury's
+        # identity do where the diagonal is small beside the directions.
+        scale, factors, tril = self._whitened
+        whitened = difference.double().flatten(-len(self.event_shape)) / scale
+        seen = torch.linalg.solve_triangular(tril, factors @ whitened.unsqueeze(-1), upper=False)
+        coefficients = torch.linalg.solve_triangular(tril.mT, seen, upper=True).mT
+        rest = whitened - (coefficients @ factors).squeeze(-2)
+        squares: Tensor = rest.square().sum(-1) + coefficients.square().sum((-2, -1))
         return squares.to(self.loc.dtype)
 
     @property

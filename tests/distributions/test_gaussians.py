@@ -167,6 +167,16 @@ def test_scale_and_alpha_may_be_numbers():
     assert default.expand((2,)).alpha == 0.25
 
 
+def test_a_low_rank_density_does_not_cancel_beside_a_small_diagonal():
+    """Along the direction it is the density of one number."""
+    loc, along = torch.zeros(4, requires_grad=True), torch.ones(4)
+    q = LowRankNormal(loc, along[None], 2.0**-30, alpha=1.0, event_dim=1)
+    distance = q.mahalanobis(3 * along - loc)
+    torch.testing.assert_close(distance.detach(), torch.tensor(9.0))
+    (gradient,) = torch.autograd.grad(distance, loc)
+    torch.testing.assert_close(gradient.sum(), torch.tensor(-6.0))
+
+
 def test_a_look_without_gradients_leaves_the_image_its_gradients():
     q = make_low_rank(2)((), (4, 3), torch.float64)
     factors = q.factors.requires_grad_()
