@@ -207,6 +207,15 @@ def at_least_single(tensor: Tensor) -> Tensor:
     return tensor.float() if is_half(tensor) else tensor
 
 
+def log_gamma_ratio(df: Tensor, size: int) -> Tensor:
+    """Return ``log Gamma((df + size) / 2) - log Gamma(df / 2)``, in double.
+
+    Both are of the size of df, so that in single precision the difference of large ones is rounding.
+    """
+    half = df.double() / 2
+    return (torch.lgamma(half + size / 2) - torch.lgamma(half)).to(df.dtype)
+
+
 def floored_sqrt(variance: Tensor) -> Tensor:
     """Return the root of variances of at least the dtype's smallest normal number, at least in single.
 

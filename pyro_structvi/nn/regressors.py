@@ -21,7 +21,7 @@ from pyro_structvi._checks import (
     shape_text,
 )
 from pyro_structvi._pyro import declared_samples
-from pyro_structvi.linalg.matrices import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single, log_gamma_ratio, shrink
 from pyro_structvi.nn.likelihood import Likelihood, Output, Terms
 from pyro_structvi.nn.priors import check_constant, resolve_prior, sample_from
 from pyro_structvi.nn.random_module import prior_of
@@ -144,7 +144,7 @@ class Regressor(Likelihood):
             y = at_least_single(y)
             check_same_kind("y", y, "net(x)", mean)
         event = mean.dim() - plates - 1
-        noise = dist.Normal if self.df is None else partial(dist.StudentT, self.df)
+        noise = dist.Normal if self.df is None else partial(StudentTNoise, self.df)
         self._observe(lambda: noise(mean, scale).to_event(event), y)
         return mean
 
@@ -176,6 +176,19 @@ class Regressor(Likelihood):
             target, meaning = mean.shape[plates + 1 :], "the shape of a target by the net's output"
             check_broadcastable("standardize[1].mean(0)", self.target_mean, target, meaning)
         return mean * self.target_scale + self.target_mean, scale * self.target_scale
+
+
+class StudentTNoise(dist.StudentT):
+    """Student's t-distribution with the right density also for many degrees of freedom."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return log densities of the values' shape, in nats."""
+        if self._validate_args:
+            self._validate_sample(value)
+        df, square = shrink(self.df, self.df.dim()), ((value - self.loc) / self.scale).square()
+        constant = log_gamma_ratio(df, 1) - 0.5 * (math.pi * df).log() - self.scale.log()
+        log_prob: Tensor = constant - 0.5 * (df + 1) * (square / df).log1p()
+        return log_prob
 
 
 class PoissonRegressor(Likelihood):

@@ -241,8 +241,10 @@ def student_t_plus_normal_log_prob(
 
     The noise is normal given a precision :math:`g \sim \mathrm{Gamma}(\nu / 2, \nu / 2)`, so that the
     sum has the variance :math:`\sigma^2 / g + v`. Nodes are evenly spaced in :math:`\log g`; all parts
-    that they leave out are below exp(-30) of the density.
+    that they leave out are below exp(-30) of the density. Terms of the size of df are in double.
     """
+    dtype = value.dtype
+    value, df, scale, variance = (part.double() for part in (value, df, scale, variance))
     width = (2 / df).sqrt()  # of the density of log g
     low = -(value / scale).square().div(df).log1p() - 60 / (df + 1) - 8 * width
     high = torch.minimum(8 * width, (60 / df).log1p() + 1)
@@ -255,7 +257,7 @@ def student_t_plus_normal_log_prob(
         log_normal = -0.5 * (value.square() / of_sum + of_sum.log())
         total = torch.logaddexp(total, log_normal + df / 2 * (log_g - log_g.exp()))
     constant = df / 2 * (df / 2).log() - torch.lgamma(df / 2) - math.log(2 * math.pi) / 2
-    return total + step.log() + constant
+    return (total + step.log() + constant).to(dtype)
 
 
 def poisson_log_normal_log_prob(y: Tensor, loc: Tensor, variance: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pyro_structvi._checks import (
     shape_text,
     validates,
 )
-from pyro_structvi.linalg.matrices import event_sum
+from pyro_structvi.linalg.matrices import event_sum, log_gamma_ratio
 from pyro_structvi.weights.arguments import as_size
 from pyro_structvi.weights.weight_distribution import TensorDistribution
 
@@ -109,7 +109,7 @@ class IsotropicStudentT(TensorDistribution):
             self._validate_sample(value)
         size, df = self.event_shape.numel(), self.df
         square = event_sum((value / self._before_event(self.scale)).square(), len(self.event_shape))
-        constant = torch.lgamma((df + size) / 2) - torch.lgamma(df / 2)
+        constant = log_gamma_ratio(df, size)
         constant = constant - size * (0.5 * (math.pi * df).log() + self.scale.log())
         density: Tensor = constant - 0.5 * (df + size) * (square / df).log1p()
         return density

@@ -40,6 +40,13 @@ def test_density_and_moments_are_those_of_the_multivariate_t():
     assert torch.autograd.gradcheck(log_prob, leaves)
 
 
+def test_many_degrees_of_freedom_are_a_normal_in_single_precision():
+    value = torch.linspace(-3, 3, 8).float()
+    q = IsotropicStudentT(torch.tensor(1e9).float(), torch.tensor(0.7).float(), (8,))
+    expected = torch.distributions.Normal(0.0, 0.7).log_prob(value).sum()
+    torch.testing.assert_close(q.log_prob(value), expected, check_dtype=False)
+
+
 @pytest.mark.parametrize("df", [0.5, 1.5, 3.0])
 def test_an_element_has_the_students_t_distribution(df):
     q, elements = IsotropicStudentT(df, 0.7), StudentT(df, 0.0, 0.7)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_structvi as ps
 from pyro_structvi.infer.data_warnings import NumDataWarning
 from pyro_structvi.nn.likelihood import PaddedCategorical
+from pyro_structvi.posterior.one_pass import student_t_plus_normal_log_prob
 
 
 def log_likelihood(model, values, x, y):
@@ -106,6 +107,16 @@ def test_counts_have_their_density_and_gradient_at_extreme_rates():
     torch.testing.assert_close(gradient, (count - f.exp()).float(), rtol=1e-6, atol=0)
     drawn = poutine.trace(model).get_trace(torch.full((1, 1), 50.0)).nodes["obs"]["value"]
     assert drawn.item() == pytest.approx(math.exp(50)), "not the largest number of int64"
+
+
+def test_noise_of_many_degrees_of_freedom_has_its_density_in_single_precision():
+    """Its normalization is a difference of numbers of their size."""
+    model = ps.Regressor(nn.Identity(), 1, noise_scale=0.3, df=1e8).float()
+    x, y = torch.full((1, 1), 0.2).float(), torch.full((1, 1), 0.7).float()
+    expected = scipy.stats.t(1e8, x.item(), 0.3).logpdf(y.item())
+    assert log_likelihood(model, {}, x, y).item() == pytest.approx(expected, abs=1e-5)
+    of_sum = student_t_plus_normal_log_prob(y - x, *torch.tensor([1e6, 0.3, 1e-12]).float())
+    assert of_sum.item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_learned_noise_has_a_half_normal_prior():
