@@ -257,7 +257,8 @@ def elu(alpha: float) -> ClosedForm:
     def closed(m: Tensor, v: Tensor) -> Moments:
         s = floored_sqrt(v)
         b = in_deviations(-m, s)
-        logs = [torch.special.log_ndtr(b - k * s) for k in (1, 2)]
+        # The gradient of torch's function overflows far below, where none is used.
+        logs = [torch.special.log_ndtr((b - k * s).clamp_min(-FARTHEST)) for k in (1, 2)]
         zeroth = normal_cdf(b)
 
         def tail(k: int) -> Tensor:

@@ -126,6 +126,17 @@ def test_means_and_variances_keep_their_relative_accuracy(function, in_numpy, po
     torch.testing.assert_close(found.variance, variance, rtol=1e-6, atol=0)
 
 
+def test_gradients_of_the_widest_inputs_are_finite_in_single_precision():
+    """The function is a hinge to them, whose mean has the probability above zero as derivative."""
+    mean = (1e6 * torch.tensor([-50.0, -5.0, 0.0, 1.0, 5.0])).float().requires_grad_()
+    found = F.elu(RandomTensor(mean, torch.full_like(mean, 1e12), Settings()))
+    (of_mean,) = torch.autograd.grad(found.loc.sum(), mean, retain_graph=True)
+    expected = torch.special.ndtr(mean.double() / 1e6).float()
+    torch.testing.assert_close(of_mean, expected, rtol=0, atol=1e-6)
+    (of_variance,) = torch.autograd.grad(found.variance.sum(), mean)
+    assert of_variance.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["hardtanh", "hardsigmoid", "elu", "selu"])
 def test_deviations_are_accurate_in_single_precision_at_every_scale(name):
     """Also of an input that is narrow at a kink, or wide beside the part in which a function changes."""
