@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_structvi._torch import without_storage
 from pyro_structvi.linalg.factorizations import stable_root
-from pyro_structvi.linalg.matrices import floored_sqrt
+from pyro_structvi.linalg.matrices import floored_sqrt, is_half
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.maps.calls import Application, Lookup
 from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
@@ -168,6 +168,11 @@ def linear_moments(application: Application) -> RandomTensor:
         )
     bias = None if is_joint else bias
     (m, v), (bias_mean, bias_variance) = moments(x), moments(bias)
+    if v is not None and is_half(weight):
+        raise NotImplementedError(
+            f"A weight in {weight.dtype} meets a random input, whose moments are in single precision. "
+            "Convert model and guide by `.float()`, use autocast, or predict with draws."
+        )
     q, matrix, factor = _applied(application, is_joint, v is not None)
     loc = (BiasColumnMap(linear_map) if is_joint else linear_map)(m, matrix, bias_mean)
 

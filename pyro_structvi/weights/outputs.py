@@ -121,7 +121,7 @@ class MixedOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        squares = self._factor.square()
+        squares = self._factor.to(self._scales.dtype).square()
         if self._scales.shape[-1] == 1:
             squares = squares.sum(-1, keepdim=True)
         return DenseMap()(self._scales.square(), squares).movedim(-1, self._channel_dim)

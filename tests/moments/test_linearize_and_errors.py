@@ -86,6 +86,18 @@ def test_a_module_without_a_rule_is_named():
         predict(model, linearize=True)
 
 
+@pytest.mark.parametrize("guide", [ps.MeanFieldGuide, ps.MatrixNormalGuide, ps.EigenbasisGuide])
+def test_a_layer_in_half_precision_takes_inputs_that_are_not_random(guide):
+    x, half = torch.randn(SIZE, 3, dtype=torch.bfloat16), torch.bfloat16
+    one = ps.Classifier(ps.bayesianize(nn.Linear(3, 2, dtype=half), prior=1.0), SIZE)
+    own = guide(one, init_scale=0.5)
+    diagonal, full = (predict(one, x, own, covariance=each).mean for each in ("diagonal", "full"))
+    torch.testing.assert_close(diagonal, full, rtol=0, atol=0.02)
+    two = regressor(nn.Linear(3, 4, dtype=half), nn.ReLU(), nn.Linear(4, 1, dtype=half))
+    with pytest.raises(NotImplementedError, match=r"bfloat16 meets a random input.*`\.float\(\)`"):
+        predict(two, x, guide)
+
+
 def test_other_models_and_data_are_refused():
     model = HandWritten()
     guide, data = ps.MeanFieldGuide(model), (torch.zeros(SIZE, 3), torch.zeros(SIZE, 2))
