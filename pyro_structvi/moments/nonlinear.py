@@ -16,6 +16,7 @@ from pyro_structvi.moments.random_tensor import RandomTensor
 NODES = 32
 LARGEST_POWER = 31  # mean and variance are exact with 32 nodes
 ORDERS = 4  # Hermite polynomials; the k-th adds a correlation to the power of k over k!
+LARGEST_CORRELATION = 1.001  # above 1 by rounding, which keeps its gradient
 FARTHEST = 1e4  # standard deviations; a density is zero there in any precision
 STEEP = 1e30
 INTERVAL_NODES = 5  # inside of an interval that is shorter than a standard deviation
@@ -50,7 +51,7 @@ def propagate(
     if x.covariance is None:
         return RandomTensor(loc, variance, x.settings)
     # Mehler's formula: the Hermite coefficients c_k add corr^k c_k c_k' / k! to the covariance.
-    correlation = x.covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    correlation = correlations(x.covariance, x.variance)
     power, total = torch.ones_like(correlation), torch.zeros_like(correlation)
     former, polynomial = torch.ones_like(nodes), nodes
     for order in range(1, ORDERS + 1):
@@ -64,6 +65,20 @@ def propagate(
         total = total * floored_sqrt(shares.unsqueeze(-1) * shares.unsqueeze(-2))
     missing = variance - total.diagonal(dim1=-2, dim2=-1)
     return RandomTensor(loc, variance, x.settings, total + torch.diag_embed(missing))
+
+
+def correlations(covariance: Tensor, variance: Tensor) -> Tensor:
+    """Return a covariance in units of standard deviations, zero for elements without variance.
+
+    Rounding may leave a covariance where a variance is zero, or far too small beside it.
+    """
+    is_constant = variance < torch.finfo(variance.dtype).tiny
+    scale = floored_sqrt(torch.where(is_constant, 1, variance))
+    found = (
+        covariance / scale.unsqueeze(-1) / scale.unsqueeze(-2)
+    )  # a product of both may underflow
+    found = found.clamp(-LARGEST_CORRELATION, LARGEST_CORRELATION)
+    return found.masked_fill(is_constant.unsqueeze(-1) | is_constant.unsqueeze(-2), 0.0)
 
 
 def averages(values: Tensor, weights: Tensor) -> Moments:

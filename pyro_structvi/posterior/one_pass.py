@@ -33,7 +33,7 @@ from pyro_structvi.moments.linear import (
     random_values,
 )
 from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
-from pyro_structvi.moments.nonlinear import averages
+from pyro_structvi.moments.nonlinear import averages, correlations
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.regressors import LogRatePoisson
@@ -188,8 +188,7 @@ def _correlation(output: RandomTensor) -> Tensor | None:
     covariance = joint_covariance(output) if output.dim() == 2 and output.shape[1] > 1 else None
     if covariance is None:
         return None
-    scale = floored_sqrt(output.variance)
-    return covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    return correlations(covariance, output.variance)
 
 
 def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | None) -> Tensor:

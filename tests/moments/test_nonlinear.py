@@ -126,6 +126,30 @@ def test_means_and_variances_keep_their_relative_accuracy(function, in_numpy, po
     torch.testing.assert_close(found.variance, variance, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", [F.relu, torch.tanh, F.softplus])
+@pytest.mark.parametrize("least", [0.0, 1e-30])
+def test_a_rounded_covariance_of_an_element_without_variance_counts_for_nothing(
+    function, least, dtype
+):
+    """As of a saturated softmax; the correlation would be 1e+9, 1e+13 or 1e+148."""
+    loc = torch.tensor([[0.0, 0.5, -0.5]], dtype=dtype, requires_grad=True)
+    rows = [least, 1e-6, 1e-6], [1e-6, 1.0, 0.4], [1e-6, 0.4, 1.0]
+    covariance = torch.tensor([rows], dtype=dtype, requires_grad=True)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    found = function(RandomTensor(loc, variance, Settings(True), covariance))
+    known = function(
+        RandomTensor(loc[:, 1:], variance[:, 1:], Settings(True), covariance[:, 1:, 1:])
+    )
+    torch.testing.assert_close(found.loc[:, 0], function(loc)[:, 0])
+    torch.testing.assert_close(found.covariance[:, 1:, 1:], known.covariance)
+    assert found.covariance[:, 0].abs().max() < 1e-6
+    total = found.loc.sum() + found.covariance.sum()
+    gradients = torch.autograd.grad(total, [loc, covariance])
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert least or max(gradient.abs().max() for gradient in gradients) < 10
+
+
 def test_gradients_of_the_widest_inputs_are_finite_in_single_precision():
     """The function is a hinge to them, whose mean has the probability above zero as derivative."""
     mean = (1e6 * torch.tensor([-50.0, -5.0, 0.0, 1.0, 5.0])).float().requires_grad_()
