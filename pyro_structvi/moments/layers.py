@@ -132,12 +132,22 @@ def _matmul(input: Any, other: Any) -> Any:
 def _of_average(weights: Tensor, of_scores: Tensor, values: Tensor) -> Tensor:
     """Return the variance of ``softmax(s) @ values`` from the variances of the scores s.
 
-    It is the sum over j of ``p_j^2 Var(s_j) (values_j - average)^2``, with values about their mean.
+    It is the sum over j of ``p_j^2 Var(s_j) (values_j - average)^2``, with values about their mean and,
+    so that a sharp softmax leaves no rounding, about the one with the largest weight.
     """
     values = values - values.mean(-2, keepdim=True)
-    spread, average = weights.square() * of_scores, weights @ values
-    cross = 2 * (spread @ values) - average * spread.sum(-1, keepdim=True)
-    return (spread @ values.square() - average * cross).clamp_min(0)
+    lead = torch.broadcast_shapes(weights.shape[:-2], values.shape[:-2])
+    top = weights.argmax(-1, keepdim=True).expand(*lead, -1, -1)
+    chosen = values.expand(*lead, -1, -1).take_along_dim(top, -2)
+    spread = weights.square() * of_scores
+    rest, of_rest = (part.expand(*lead, -1, -1).scatter(-1, top, 0) for part in (weights, spread))
+    total_of_rest = of_rest.sum(-1, keepdim=True)
+    shift = rest @ values - chosen * rest.sum(-1, keepdim=True)  # from the chosen to the average
+    seen = of_rest @ values
+    first = seen - chosen * total_of_rest
+    second = of_rest @ values.square() - chosen * (seen + first)
+    own = spread.expand(*lead, -1, -1).take_along_dim(top, -1)
+    return (second - 2 * shift * first + (total_of_rest + own) * shift.square()).clamp_min(0)
 
 
 def _sum(

@@ -454,3 +454,15 @@ def test_uses_at_each_step_are_told_of_and_packed_sequences_refused():
     model = ps.Regressor(ps.bayesianize(Last("GRU"), prior=1.0), 2, 0.1)
     with pytest.warns(MomentsWarning, match=r"net\.layer\.weight_hh_l0.*as recurrent layers do"):
         ps.predict_moments(model, ps.MeanFieldGuide(model), x)
+
+
+def test_the_variance_of_a_sharp_average_does_not_cancel_in_single_precision():
+    """By the differences between all pairs of values, of which the average of one is its distance."""
+    scores, spread = (10 * torch.randn(2, 5, 6)).float(), (100 * torch.rand(2, 5, 6)).float()
+    values = (torch.randn(2, 6, 4) + 100).float()
+    found = RandomTensor(scores, spread, Settings()).softmax(-1) @ values
+    weights = scores.double().softmax(-1)
+    pairs = values.double().unsqueeze(1) - values.double().unsqueeze(2)
+    distances = torch.einsum("bqi,bijd->bqjd", weights, pairs)
+    expected = torch.einsum("bqj,bqjd->bqd", weights.square() * spread, distances.square())
+    torch.testing.assert_close(found.variance, expected.float(), rtol=1e-4, atol=0)
