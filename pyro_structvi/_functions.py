@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -28,12 +28,23 @@ def modules_reached_by(function: Any) -> Iterator[nn.Module]:
 
 
 def named_by(function: Any) -> dict[str, Any]:
-    """Return the globals and the closed-over variables that a function names, if they have values."""
+    """Return the globals and the closed-over variables that a function names, if they have values.
+
+    The functions and comprehensions inside of it belong to it.
+    """
     code = getattr(function, "__code__", None)
     if code is None:
         return {}
-    found = {name: function.__globals__.get(name) for name in code.co_names}
+    names = (name for each in _codes_in(code) for name in each.co_names)
+    found = {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # it has none yet
             found[name] = cell.cell_contents
     return found
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _codes_in(value)

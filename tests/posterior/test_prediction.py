@@ -249,6 +249,28 @@ def test_a_wrapped_model_is_evaluated_like_a_bare_one(wrap):
     assert all(module.training for module in model.modules())
 
 
+DROPOUT = nn.Dropout(0.5)
+
+
+def test_a_net_that_only_an_inner_function_names_is_evaluated():
+    """As a comprehension of Python 3.11 is one."""
+
+    def model(x, y=None):
+        def run():
+            return DROPOUT(x)
+
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(run() @ weight, 1.0), obs=y)
+        return run()
+
+    x = regression_data()[0]
+    trained = {"weight": torch.zeros(2, 3)}
+    functions = ps.predict(model, trained, x).functions
+    torch.testing.assert_close(functions, x.expand(2, *x.shape))
+    assert DROPOUT.training
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_mini_batches_with_the_examples_in_another_dimension_are_refused(stream):
     def model(x, y=None):
