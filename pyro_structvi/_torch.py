@@ -199,7 +199,8 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     get their elements of before. Modules of Pyro in evaluation mode, apart from their lists, are left
     out, which forget caches of a pass themselves.
     """
-    kept = [(each, type(each), {name: {**vars(each)[name]} for name in _PARTS}) for each in modules]
+    python = (each for each in modules if not isinstance(each, torch.jit.ScriptModule))
+    kept = [(each, type(each), {name: {**vars(each)[name]} for name in _PARTS}) for each in python]
     watched = [each for each in kept if each[0].training or not hasattr(each[0], "_pyro_name")]
     attributes = [
         (own, {**own})

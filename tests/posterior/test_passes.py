@@ -372,6 +372,20 @@ class Adapted(nn.Module):
         return output
 
 
+def test_a_traced_net_takes_several_draws():
+    """Its parameters are not those of a module of Python."""
+    net = torch.jit.trace(nn.Linear(3, 3), torch.zeros(5, 3))
+
+    def model(x, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(net(x) @ weight, 1.0), obs=y)
+
+    guide, data = ps.MeanFieldGuide(model), (torch.randn(5, 3), torch.randn(5))
+    elbo = ps.StructuredELBO(num_particles=2, vectorize_particles=True)
+    assert torch.isfinite(torch.tensor(elbo.loss(model, guide, *data)))
+
+
 def test_a_net_that_vmap_leaves_halfway_is_put_back():
     model, (x, y) = ps.Regressor(ps.bayesianize(Adapted()), 12, 0.3), regression_data()
     guide = ps.MeanFieldGuide(model, init_scale=0.5)
