@@ -262,5 +262,6 @@ class LogRatePoisson(dist.Poisson):
         if self._validate_args:
             self._validate_sample(value)
         log_rate, value = self.log_rate.double(), value.double()
-        log_prob: Tensor = value * log_rate - log_rate.exp() - torch.lgamma(value + 1)
+        powers = torch.where(value == 0, 0, value * log_rate)  # no count has a rate of zero
+        log_prob: Tensor = powers - log_rate.exp() - torch.lgamma(value + 1)
         return log_prob.to(self.log_rate.dtype)

@@ -105,6 +105,9 @@ def test_counts_have_their_density_and_gradient_at_extreme_rates():
     torch.testing.assert_close(found, expected.float())
     (gradient,) = torch.autograd.grad(found, logs)
     torch.testing.assert_close(gradient, (count - f.exp()).float(), rtol=1e-6, atol=0)
+    never = torch.full((1, 1), -torch.inf).float().requires_grad_()  # without exposure
+    found = log_likelihood(model, {}, never, torch.zeros(1, 1))
+    assert (found, *torch.autograd.grad(found, never)) == (0, 0)
     drawn = poutine.trace(model).get_trace(torch.full((1, 1), 50.0)).nodes["obs"]["value"]
     assert drawn.item() == pytest.approx(math.exp(50)), "not the largest number of int64"
 
