@@ -9,8 +9,10 @@ from torch import nn
 
 
 def modules_named_by(function: Any) -> Iterator[nn.Module]:
-    """Yield a module itself, the modules that a function names, and the module of a method."""
-    for value in (function, getattr(function, "__self__", None), *named_by(function).values()):
+    """Yield a module itself, the modules that a function names, and those of an object with methods."""
+    owner = getattr(function, "__self__", None)
+    own = getattr(function if owner is None else owner, "__dict__", {}).values()
+    for value in (function, owner, *own, *named_by(function).values()):
         if isinstance(value, nn.Module):
             yield value
 

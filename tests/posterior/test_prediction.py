@@ -213,6 +213,17 @@ def method_under_a_handler(model):
     return Program().run
 
 
+class WithAttribute:
+    def __init__(self, model):
+        self.net = model
+
+    def __call__(self, x, y=None):
+        return self.net(x, y)
+
+    def run(self, x, y=None):
+        return self.net(x, y)
+
+
 def called_by_another_function(model):
     def run(x, y):
         return model(x, y)
@@ -230,6 +241,8 @@ def called_by_another_function(model):
         lambda model: lambda x, y=None: model(x, y),
         called_by_another_function,
         method_under_a_handler,
+        WithAttribute,
+        lambda model: WithAttribute(model).run,
         lambda model: partial(model, weights=None),
     ],
 )
