@@ -74,9 +74,8 @@ def correlations(covariance: Tensor, variance: Tensor) -> Tensor:
     """
     is_constant = variance < torch.finfo(variance.dtype).tiny
     scale = floored_sqrt(torch.where(is_constant, 1, variance))
-    found = (
-        covariance / scale.unsqueeze(-1) / scale.unsqueeze(-2)
-    )  # a product of both may underflow
+    # A product of both scales may underflow.
+    found = covariance / scale.unsqueeze(-1) / scale.unsqueeze(-2)
     found = found.clamp(-LARGEST_CORRELATION, LARGEST_CORRELATION)
     return found.masked_fill(is_constant.unsqueeze(-1) | is_constant.unsqueeze(-2), 0.0)
 

@@ -118,11 +118,8 @@ def laplace_variances(
             in_dims = (None, 0, *(0 for _ in args))
             each = torch.func.vmap(gradient_of, in_dims, randomness="different")
             kernels, own_pass = kernels_for_vmap(like), transient_pass(modules_of(model))
-            with (
-                pyro.validation_enabled(False),
-                kernels,
-                own_pass,
-            ):  # vmap has no values to validate
+            # Under vmap there are no values to validate.
+            with pyro.validation_enabled(False), kernels, own_pass:
                 gradients: Values = each(chosen, drawn, *args)  # (batch, *shape) by site
             for name, gradient in gradients.items():
                 information[name] += at_least_single(gradient).square().sum(0) / num_samples
