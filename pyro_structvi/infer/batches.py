@@ -148,7 +148,8 @@ def num_examples(batches: Any, limit: float = math.inf) -> int | None:
     if isinstance(sampler, WeightedRandomSampler):
         return int((sampler.weights > 0).sum())
     is_of_all = isinstance(sampler, DistributedSampler)
-    if isinstance(sampler, SequentialSampler) and type(whole) is BatchSampler:
+    is_in_order = type(whole) is BatchSampler or getattr(whole, "drop_last", False)
+    if isinstance(sampler, SequentialSampler) and is_in_order:
         # No pass visits the examples after its last mini-batch.
         return min(len(sampler), whole.batch_size * int(min(len(whole), limit)))
     chosen = batches.dataset if is_of_all else getattr(sampler, "data_source", sampler)

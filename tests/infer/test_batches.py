@@ -82,6 +82,10 @@ def test_the_number_of_examples_is_not_that_of_a_pass(make_sampler, expected):
     assert model.num_data == expected
 
 
+class OwnBatchSampler(BatchSampler):
+    pass
+
+
 @pytest.mark.parametrize(
     ("make_sampler", "expected"),
     [
@@ -89,6 +93,7 @@ def test_the_number_of_examples_is_not_that_of_a_pass(make_sampler, expected):
         (lambda data: BatchSampler(RandomSampler(data, num_samples=5), 5, False), 20),
         (lambda data: BatchSampler(WeightedRandomSampler(torch.arange(20), 5), 5, False), 19),
         (lambda data: BatchSampler(SequentialSampler(data), 6, True), 18),
+        (lambda data: OwnBatchSampler(SequentialSampler(data), 6, True), 18),
         (lambda data: BatchSampler(SequentialSampler(data), 6, False), 20),
         (lambda data: BatchSampler(RandomSampler(data), 6, True), 20),
         (lambda data: [[0, 1, 2], [3, 4, 5]], None),
