@@ -151,7 +151,7 @@ def num_examples(batches: Any, limit: float = math.inf) -> int | None:
     is_in_order = type(whole) is BatchSampler or getattr(whole, "drop_last", False)
     if isinstance(sampler, SequentialSampler) and is_in_order:
         # No pass visits the examples after its last mini-batch.
-        return min(len(sampler), whole.batch_size * int(min(len(whole), limit)))
+        return min(len(sampler), int(whole.batch_size * min(len(whole), limit)))
     chosen = batches.dataset if is_of_all else getattr(sampler, "data_source", sampler)
     return len(chosen) if isinstance(chosen, Sized) else None
 
