@@ -193,6 +193,7 @@ def reference_draws(
         start = time.process_time()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", reference.DivergenceWarning)  # they are counted
+            warnings.simplefilter("ignore", reference.NotMixedWarning)  # its R-hat is written down
             draws = reference.nuts(
                 *(problem.model, problem.x, problem.y),
                 num_warmup=options.warmup,

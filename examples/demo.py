@@ -203,7 +203,8 @@ def sample_reference(model: Any, x: Tensor, y: Tensor, smoke: bool) -> Any:
     numpyro.set_host_device_count(4)  # so that the four chains run side by side
     warmup, draws = (25, 20) if smoke else (NUTS_WARMUP, NUTS_DRAWS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", reference.DivergenceWarning)  # what is printed counts them
+        for kind in (reference.DivergenceWarning, reference.NotMixedWarning):
+            warnings.simplefilter("ignore", kind)  # what is printed counts divergences, and has R-hat
         return reference.nuts(model, x, y, num_warmup=warmup, num_samples=draws, progress=False)
 
 

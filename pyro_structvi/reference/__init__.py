@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pyro_structvi.reference.draws import ChainDraws
-from pyro_structvi.reference.mclmc import NotMixedWarning, StuckChainWarning, mclmc
+from pyro_structvi.reference.draws import ChainDraws, NotMixedWarning
+from pyro_structvi.reference.mclmc import StuckChainWarning, mclmc
 
 if TYPE_CHECKING or (find_spec("jax") and find_spec("numpyro")):
     from pyro_structvi.reference.numpyro_model import to_numpyro

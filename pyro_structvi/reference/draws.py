@@ -9,11 +9,18 @@ import torch
 from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 
-from pyro_structvi._checks import Rule
+from pyro_structvi._checks import Rule, warn_user
 
 NumDraws = Annotated[
     int, Rule("at least 4, so that R-hat can be computed", lambda value: value >= 4)
 ]
+
+
+MIXED = 1.1  # the largest R-hat of chains that agree
+
+
+class NotMixedWarning(UserWarning):
+    """The chains of a sampler disagree about function values, or none of these differs."""
 
 
 class ChainDraws(dict[str, Tensor]):
@@ -67,6 +74,26 @@ class ChainDraws(dict[str, Tensor]):
             name: value.reshape(self.num_chains, -1, *value.shape[1:]).cpu().numpy()
             for name, value in self.items()
         }
+
+
+def warn_unless_mixed(draws: ChainDraws, longer: str) -> None:
+    """Warn if the chains disagree, with the arguments that make them longer."""
+    if math.isnan(draws.r_hat):
+        warn_user(
+            "R-hat of function values is NaN: no number that the model returns at the data differs "
+            "between draws, so that convergence is not judged. Let the model return what depends on "
+            "its sites, such as the outputs of its net.",
+            NotMixedWarning,
+        )
+    elif draws.r_hat > MIXED:
+        assert draws.chain_r_hat is not None
+        warn_user(
+            f"The largest split R-hat of function values is {draws.r_hat:.3g}, so the chains differ or "
+            f"are too short; {(draws.chain_r_hat <= MIXED).sum()} of {draws.num_chains} chains have an "
+            f"R-hat of at most {MIXED} alone. Raise {longer}. Chains in separate modes of a net may "
+            "never agree: their draws are then an ensemble of modes with equal weights.",
+            NotMixedWarning,
+        )
 
 
 def bulk_ess(values: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Microcanonical Langevin sampling that starts at the draws of a guide."""
 
-import math
 import time
 from typing import Any
 
@@ -17,7 +16,7 @@ from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.chains import Chains, Compiled, gradients_of, without_python
-from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of
+from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of, warn_unless_mixed
 from pyro_structvi.reference.log_joint import LogJoint
 from pyro_structvi.sites.finding import find_sites_by_running, modules_of, separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
@@ -25,10 +24,6 @@ from pyro_structvi.sites.structured import StructuredGuide
 
 class StuckChainWarning(UserWarning):
     """Chains of a sampler did not move, and their draws are left out."""
-
-
-class NotMixedWarning(UserWarning):
-    """The chains of a sampler disagree about function values, or none of these differs."""
 
 
 @checked
@@ -185,30 +180,14 @@ def _as_draws(
     run = without_python(target.functions_of, each[:, 0], len(kept), compiled=False)
     functions = torch.stack([run(draw)[0] for draw in each.unbind(1)], 1)  # (chain, draw, F)
     seconds = time.perf_counter() - start
-    convergence = convergence_of([functions], values.values(), len(each))
     draws = ChainDraws(
         {name: value.flatten(0, 1) for name, value in values.items()},
         len(each),
         sample_stats={name: value.cpu().numpy() for name, value in by_name.items()},
         seconds=seconds,
-        **convergence,
+        **convergence_of([functions], values.values(), len(each)),
     )
-    if math.isnan(draws.r_hat):
-        warn_user(
-            "R-hat of function values is NaN: no number that the model returns at the data differs "
-            "between draws, so that convergence is not judged. Let the model return what depends on "
-            "its sites, such as the outputs of its net.",
-            NotMixedWarning,
-        )
-    elif draws.r_hat > 1.1:
-        mixed = int((convergence["chain_r_hat"] <= 1.1).sum())
-        warn_user(
-            f"The largest split R-hat of function values is {draws.r_hat:.3g}, so the chains differ or "
-            f"are too short; {mixed} of {len(each)} chains have an R-hat of at most 1.1 alone. Raise "
-            "`num_warmup`, and `num_draws` or `thinning`. Chains in separate modes of a net may never "
-            "agree: their draws are then an ensemble of modes with equal weights.",
-            NotMixedWarning,
-        )
+    warn_unless_mixed(draws, "`num_warmup`, and `num_draws` or `thinning`")
     return draws
 
 

@@ -26,7 +26,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.posterior.prediction import Level
 from pyro_structvi.posterior.runs import sample_nodes
-from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of
+from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of, warn_unless_mixed
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 from pyro_structvi.sites.finding import find_sites_by_running, separate_randomness
@@ -104,6 +104,7 @@ def nuts(
 
     Warns:
         DivergenceWarning: If transitions diverged after warm-up.
+        NotMixedWarning: If the largest split R-hat of function values is above 1.1.
 
     Example:
         >>> from pyro_structvi import Regressor, bayesianize
@@ -165,6 +166,7 @@ def nuts(
             f"{target_accept_prob}, for instance to {1 - (1 - target_accept_prob) / 4:g}.",
             DivergenceWarning,
         )
+    warn_unless_mixed(draws, "`num_warmup` and `num_samples`")
     return draws
 
 

@@ -23,7 +23,8 @@ from pyro_structvi.infer import SampledKLWarning, Validation, fit
 from pyro_structvi.nn import bayesianize
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior import Prediction, predict
-from pyro_structvi.reference.mclmc import NotMixedWarning, mclmc
+from pyro_structvi.reference.draws import NotMixedWarning
+from pyro_structvi.reference.mclmc import mclmc
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.points import are_points

@@ -399,7 +399,7 @@ def test_effective_sample_sizes_and_r_hats_are_those_of_arviz(count):
         np.testing.assert_allclose(split_gelman_rubin(values), expected, rtol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.mclmc.NotMixedWarning")
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_the_examples_of_the_data_count_once():
     """Of the data of the sampler, which may be others than those of the fit."""
     told, data, _, covariance = linear_regression()

@@ -21,7 +21,14 @@ from scipy.stats import norm
 from torch import nn
 
 from pyro_structvi import FanIn, Regressor, bayesianize
-from pyro_structvi.reference import DivergenceWarning, NUTSDraws, nuts, sampling, to_numpyro
+from pyro_structvi.reference import (
+    DivergenceWarning,
+    NotMixedWarning,
+    NUTSDraws,
+    nuts,
+    sampling,
+    to_numpyro,
+)
 
 NUM_DATA, NUM_CHAINS, NUM_SAMPLES = 12, 2, 20
 TINY = {"num_warmup": 15, "num_samples": NUM_SAMPLES, "num_chains": NUM_CHAINS, "progress": False}
@@ -116,6 +123,16 @@ def test_r_hats_are_those_of_function_values_and_of_weights(model, draws):
     assert draws.weight_r_hat == pytest.approx(largest, rel=1e-3)
 
 
+def test_chains_that_disagree_are_warned_of(model, chains, given_chains, monkeypatch):
+    first = {name: each.copy() for name, each in chains.items()}
+    first["net.2.bias"][0] += 9
+    monkeypatch.setattr(GivenChains, "chains", first)
+    x, y = make_data()
+    message = r"is [0-9.]+, so .* 1 of 2 chains .* Raise `num_warmup` and `num_samples`"
+    with pytest.warns(NotMixedWarning, match=message):
+        assert nuts(model, x.float(), y.float(), **TINY).r_hat > 2
+
+
 def test_given_divergences_are_counted_and_warned_of(model, given_chains, monkeypatch):
     diverging = np.zeros((NUM_CHAINS, NUM_SAMPLES), bool)
     diverging[1, 3:6] = True
@@ -144,6 +161,7 @@ def test_statistics_are_the_samplers_under_arviz_names(draws):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_draws_are_those_of_numpyro_in_float64():
     model = make_model()
     x, y = make_data()
@@ -162,6 +180,7 @@ def test_draws_are_those_of_numpyro_in_float64():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_statistics_are_those_of_the_draws():
     """The log joint at each draw, and identities of the sampler."""
     model = Regressor(bayesianize(nn.Linear(3, 1), 1.0), NUM_DATA, 0.5)
@@ -235,6 +254,7 @@ def test_the_posterior_of_a_linear_regression_is_the_closed_form():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_the_number_of_examples_is_that_of_the_data_where_it_is_not_given():
     draws = []
     for num_data in (None, NUM_DATA):
