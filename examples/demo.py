@@ -204,7 +204,7 @@ def sample_reference(model: Any, x: Tensor, y: Tensor, smoke: bool) -> Any:
     warmup, draws = (25, 20) if smoke else (NUTS_WARMUP, NUTS_DRAWS)
     with warnings.catch_warnings():
         for kind in (reference.DivergenceWarning, reference.NotMixedWarning):
-            warnings.simplefilter("ignore", kind)  # what is printed counts divergences, and has R-hat
+            warnings.simplefilter("ignore", kind)  # both are printed
         return reference.nuts(model, x, y, num_warmup=warmup, num_samples=draws, progress=False)
 
 
