@@ -7,12 +7,14 @@
 All methods but "random" maximize ``qLogExpectedImprovement`` of BoTorch over batches of inputs, from the
 same random start in each trial, and see standardized outcomes. Nets have one hidden layer of 50 sines,
 whose prior over functions is nearly stationary (Meronen et al. 2021), the prior ``FanIn(2.0, 3.0)`` and
-noise 0.05. "chains" samples from 8 points by ``reference.mclmc``. The Gaussian process is
+noise 0.05. With "learned scales" each input has a scale, as the length scales of a Gaussian process, and
+the noise is learned. "chains" samples from 8 points by ``reference.mclmc``. The Gaussian process is
 ``SingleTaskGP``, and "VBLL" the ``VBLLModel`` of ``botorch_community`` (``pip install vbll``), both with
 their defaults. What the file of results has is not measured again; give ``--quick`` a file of its own.
 """
 
 import argparse
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyro.distributions as dist
 import torch
 from botorch.acquisition import qLogExpectedImprovement
 from botorch.fit import fit_gpytorch_mll
@@ -192,12 +195,22 @@ class Sine(nn.Module):
 
 
 def fitted(
-    x: Tensor, y: Tensor, is_quick: bool, make_guide: Callable[..., Any], **options: Any
+    x: Tensor,
+    y: Tensor,
+    is_quick: bool,
+    make_guide: Callable[..., Any],
+    learns_scales: bool = False,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Return the model of a net and a guide that is fitted to it."""
     net = nn.Sequential(nn.Linear(x.shape[1], 50), Sine(), nn.Linear(50, 1))
-    net = ps.bayesianize(net, prior=ps.FanIn(2.0, 3.0))
-    model = ps.Regressor(net, noise=0.05, standardize=(x, y))
+    prior: Any = ps.FanIn(2.0, 3.0)
+    noise: Any = 0.05
+    if learns_scales:
+        scales = dist.LogNormal(math.log(0.25), 1.0).expand([x.shape[1]])
+        prior = {"0.weight": ps.HierarchicalScale(scales, fan_in=True), "*": prior}
+        noise = dist.LogNormal(math.log(noise), 1.0)
+    model = ps.Regressor(ps.bayesianize(net, prior), noise=noise, standardize=(x, y))
     guide = make_guide(model)
     steps = 20 if is_quick else 600
     ps.fit(model, guide, (x, y), num_steps=steps, progress=False, compiled="traced", **options)
@@ -229,6 +242,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "random": lambda x, y, is_quick: None,
     "Gaussian process": gaussian_process,
     "global inducing": by_guide(ps.GlobalInducingGuide),
+    "global inducing, learned scales": by_guide(ps.GlobalInducingGuide, learns_scales=True),
     "matrix normal": by_guide(ps.MatrixNormalGuide),
     "mean field": by_guide(ps.MeanFieldGuide),
     "ensemble of 5": by_guide(ps.EnsembleGuide, kl_weight=1.0),
