@@ -14,7 +14,7 @@ from pyro_structvi.infer.steps.eager import EagerStep, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.recording import NotCompiledError, explained
 from pyro_structvi.infer.steps.replayed import Call, ReplayedStep
-from pyro_structvi.infer.steps.state import memory_of, saved
+from pyro_structvi.infer.steps.state import key_of, saved
 
 MOST_KINDS = 32
 STEPS_FOR_TRACING = 100  # to come in a fit; a record costs two to four eager steps
@@ -268,7 +268,7 @@ class CompiledStep(EagerStep):
         elbo = self.loss.elbo
         parts += [elbo.num_particles, elbo.vectorize_particles, elbo.estimator]
         parts += [id(stored_parameter(name)) for name in self._stored]
-        parts += [(type(each), memory_of(vars(each))) for each in handlers_around()]
+        parts += [(type(each), key_of(vars(each))) for each in handlers_around()]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
         return tuple(parts)

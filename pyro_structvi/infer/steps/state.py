@@ -1,13 +1,11 @@
 """The state that a step depends on, the state that it changes, and what puts it back."""
 
-import pickle
+import math
 import random
-import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from hashlib import blake2b
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,18 +24,13 @@ from pyro_structvi._torch import (
     own_tensors,
 )
 from pyro_structvi.nn.random_module import buffers_that_change
-from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.weights.site_role import SiteUse
 
-PLAIN = frozenset({bool, int, float, str, type(None)})
-STEERING = PLAIN | {BuiltinFunctionType, FunctionType, MethodType}
-BY_IDENTITY = (Tensor, nn.Module, ModuleType, FunctionType, type)
-UNCHANGING = (*BY_IDENTITY, LatentSite)
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+BY_IDENTITY = (Tensor, nn.Module, ModuleType, FunctionType, type, LatentSite)
 LIBRARIES = {"torch", "pyro", "pyro_structvi"}
 CONTAINERS = (dict, list, tuple, deque, set, frozenset)
-MOST_VALUES = 100  # in a container or an array that is looked at before each step
-MOST_OBJECTS = 100  # with attributes that are looked at before each step
+MOST = 100  # values of a container or an array, and objects, that are looked at before each step
 # Attributes of every module, lists that torch makes of named tensors, and what guides keep of these.
 OF_TENSORS = {*vars(PyroModule())} - {"training"} | {"_flat_weights", "_flat_weight_refs", "_kept"}
 
@@ -109,42 +102,37 @@ class Modules:
         ``id`` stands for parameters and buffers as long as they are alive. Variables of methods and
         hooks belong to it ``with_memory`` only, as all that a pass may leave for the next one.
         """
-        identity, found = Same if with_memory else id, _Contents()
+        identity, found = Same if with_memory else id, _Contents(math.inf if with_memory else MOST)
         state: State = {}
         for place, function in zip(("the model", "the guide"), self._functions, strict=True):
-            named = named_by(function).items()
-            state[place] = tuple([(name, found.of(value)) for name, value in named])
-        contents = memory_of if with_memory else found.of
+            state[place] = found.pairs(named_by(function))
         for number, module in enumerate(self):
-            computed = made_by_hooks(module)
-            known = OF_TENSORS | computed if computed else OF_TENSORS
-            pairs: list[tuple[Any, ...]] = [
-                (name, type(value), value if type(value) in PLAIN else contents(value))
-                for name, value in vars(module).items()
-                if name not in known
-            ]
-            pairs += [
+            known = OF_TENSORS | made_by_hooks(module)
+            own = {name: value for name, value in vars(module).items() if name not in known}
+            tensors = [
                 (name, identity(value), value.requires_grad, value.data_ptr())
                 for name, value in own_tensors(module).items()
             ]
-            pairs.append(("hooks", module, *hook_numbers(module)))
+            hooks = "hooks", module, *hook_numbers(module)
+            place = f"module {number}, a {type(module).__name__}"
+            state[place] = (*found.pairs(own), *tensors, hooks)
             if with_memory:
-                pairs.append(("hooks", memory_of(forward_hooks(module))))
-            state[f"module {number}, a {type(module).__name__}"] = (*pairs,)
+                state[place] += (("hooks", found.of(forward_hooks(module))),)
         if with_memory:
-            state |= self._outside()
+            state |= self._outside(found)
         return state
 
-    def _outside(self) -> State:
+    def _outside(self, found: "_Contents") -> State:
         """Return variables that functions name, and generators of random numbers, by place."""
         methods = [each for module in self for each in _functions_of(module)]
         named = [named_by(each) for each in (*self._functions, *methods)]
-        objects = dict(zip(("model", "guide"), self._functions, strict=True))  # of bound methods
-        found = [pair for own in (objects, *named) for pair in own.items()]
-        variables = [(name, memory_of(value)) for name, value in found]
+        owners = [getattr(function, "__self__", None) for function in self._functions]
+        objects = dict(zip(("model", "guide"), owners, strict=True))
         of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
         return {
-            "the variables outside": (*variables,),
+            "the variables outside": tuple([
+                pair for own in (objects, *named) for pair in found.pairs(own)
+            ]),
             "Python's `random`": (("state", random.getstate()),),
             "NumPy's `random`": (("state", of_numpy[1].tobytes(), *of_numpy[2:]),),
         }
@@ -163,77 +151,56 @@ class Modules:
 
 
 class _Contents:
-    """Keys of all that attributes hold: plain values, other objects by identity and attributes."""
+    """Keys of values: tensors, modules and functions by identity, other objects by their attributes too.
 
-    def __init__(self) -> None:
-        self._known: dict[int, int] = {}  # numbers of containers and objects, by ``id``
-        self._num_objects = 0
+    Of larger containers than ``most``, and of more objects, only the identity counts. Without a limit
+    the parts by which Python copies an object count, such as the state of a generator.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._known: dict[int, tuple[int, Any]] = {}  # numbers, and the values so that they stay
+
+    def pairs(self, named: Mapping[Any, Any]) -> tuple[tuple[Any, ...], ...]:
+        """Return names with types and keys."""
+        return tuple([
+            (name, type(value), value if type(value) in PLAIN else self.of(value))
+            for name, value in named.items()
+        ])
 
     def of(self, value: Any) -> Hashable:
-        """Return the key of a value."""
-        kind: Any = type(value)
-        if kind in STEERING or isinstance(value, Family):
-            own: Hashable = value
-            return own
-        if isinstance(value, UNCHANGING):
-            return Same(value)
-        if isinstance(value, SiteUse):
-            return (*vars(value).values(),)
-        if id(value) in self._known:  # maybe in itself
-            return self._known[id(value)]
-        self._known[id(value)] = len(self._known)
-        if isinstance(value, CONTAINERS) and len(value) <= MOST_VALUES:
-            return kind, self._items(value) if isinstance(value, dict) else self._each(value)
-        if isinstance(value, (np.ndarray, np.generic)) and value.size <= MOST_VALUES:
-            return value.dtype, value.shape, value.tobytes()
+        """Return the key of a value that is not plain."""
         key: Hashable = Same(value)
+        if isinstance(value, BY_IDENTITY):
+            return key
+        if id(value) in self._known:  # maybe in itself
+            return self._known[id(value)][0]
+        self._known[id(value)] = len(self._known), value
+        if isinstance(value, CONTAINERS):
+            named = value if isinstance(value, dict) else dict(enumerate(value))
+            return self.pairs(named) if len(named) <= self._most else key
+        if isinstance(value, (np.ndarray, np.generic)):
+            is_small = value.size <= self._most
+            return (value.dtype, value.shape, value.tobytes()) if is_small else key
+        kind: Any = type(value)
         if kind.__hash__ is not object.__hash__:
             with suppress(TypeError):
                 key = frozenset([value])  # which compares only values of one hash
-        return key, *self._attributes(value)
+        if len(self._known) > 2 * self._most:  # an object has a dictionary
+            return key
+        parts = self._parts(value) if self._most == math.inf else None
+        return key, self.of(object.__getstate__(value) or ()), parts
 
-    def _attributes(self, value: Any) -> Iterator[Hashable]:
-        """Yield the keys of an object's attributes and slots."""
-        if self._num_objects < MOST_OBJECTS:
-            self._num_objects += 1
-            state: Any = object.__getstate__(value)
-            parts = state if isinstance(state, tuple) else (state,)
-            yield from (self._items(own) for own in parts if own)
-
-    def _items(self, named: dict[Any, Any]) -> Hashable:
-        return (*named,), self._each(named.values())
-
-    def _each(self, values: Iterable[Any]) -> Hashable:
-        return tuple([
-            (type(own), own if type(own) in STEERING else self.of(own)) for own in values
-        ])
-
-
-class _Pickler(pickle.Pickler):
-    """Finds what an object holds: a digest of values, and the rest by identity."""
-
-    def __init__(self) -> None:
-        self.values = blake2b()
-        self.others: list[Any] = []
-        super().__init__(SimpleNamespace(write=self.values.update))
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, BY_IDENTITY):
-            return None
-        self.others.append(value)
-        return len(self.others)
-
-
-def memory_of(value: Any) -> Hashable:
-    """Return a key of all that an object holds, as far as it can be pickled, or shows by ``repr``."""
-    pickler = _Pickler()
-    with suppress(Exception), warnings.catch_warnings():  # of any object's own code
-        warnings.simplefilter("ignore", DeprecationWarning)
+    def _parts(self, value: Any) -> Hashable:
         try:
-            pickler.dump(value)
+            return self.of(value.__reduce_ex__(4))
         except Exception:  # as of `itertools.count` in Python 3.14
-            pickler.values.update(repr(value).encode())
-    return pickler.values.digest(), *map(Same, pickler.others)
+            return repr(value)
+
+
+def key_of(value: Any) -> Hashable:
+    """Return a key of what an object holds, which is equal as long as that is."""
+    return _Contents(MOST).of(value)
 
 
 def _functions_of(module: nn.Module) -> Iterator[Any]:
