@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import copy
 from functools import wraps
 from operator import is_not
 from types import FrameType
@@ -191,51 +192,43 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back the classes, parameters, buffers and parts of modules if a block raises.
+    """Leave no tensors of a block in modules, as those under vmap, which nothing can read later.
 
-    A pass under vmap may fail while a net has other ones, such as adapters of parameters. A pass that
-    leaves its own tensors in place of parameters or buffers raises a ``NotImplementedError``. Other
-    attributes with such tensors, which nothing can read or copy, are put back, and lists that have some
-    get their elements of before. Modules of Pyro in evaluation mode, apart from their lists, are left
-    out, which forget caches of a pass themselves.
+    A dictionary or list in a module that has got some is put back as it was, and if the block raises all
+    of these, and classes, as of adapters of parameters.
+
+    Raises:
+        NotImplementedError: If the block leaves such tensors in place of parameters or buffers, which
+            modules of Pyro in evaluation mode may cache.
     """
-    python = (each for each in modules if not isinstance(each, torch.jit.ScriptModule))
-    kept = [(each, type(each), {name: {**vars(each)[name]} for name in _PARTS}) for each in python]
-    watched = [each for each in kept if each[0].training or not hasattr(each[0], "_pyro_name")]
-    attributes = [
-        (own, {**own})
-        for module, *_ in watched
-        for own in (vars(module), *vars(module).values())
-        if isinstance(own, dict)
-    ]
-    lists = [
-        (own, [*own]) for module, *_ in kept for own in vars(module).values() if type(own) is list
-    ]
+    python = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+    before = [(each, type(each), own_tensors(each)) for each in python]
+    parts = (part for each in python for part in (vars(each), *vars(each).values()))
+    kept = [(part, copy(part)) for part in parts if isinstance(part, (dict, list))]
+    is_over = False
     try:
         yield
-        for module, _, parts in watched:
-            _refuse_values_of_pass(module, parts["_parameters"] | parts["_buffers"])
-    except BaseException:
-        for module, kind, parts in kept:
-            module.__class__ = kind
-            for name, own in parts.items():
-                vars(module)[name].clear()
-                vars(module)[name].update(own)
-        raise
+        for module, _, tensors in before:
+            if module.training or not hasattr(module, "_pyro_name"):
+                _refuse_values_of_pass(module, tensors)
+        is_over = True
     finally:
-        for own, before in attributes:
-            for name in [name for name, value in own.items() if value is not before.get(name)]:
-                if any(map(_belongs_to_pass, tree_leaves(own[name]))):
-                    del own[name]
-                    own.update({name: before[name]} if name in before else {})
-        for elements, earlier in lists:
-            has_changed = len(elements) != len(earlier) or any(map(is_not, elements, earlier))
-            if has_changed and any(map(_belongs_to_pass, tree_leaves(elements))):
-                elements[:] = earlier
+        for part, own in kept:
+            if not is_over or any(map(_belongs_to_pass, tree_leaves(_new_in(part, own)))):
+                part.clear()
+                part.update(own) if isinstance(part, dict) else part.extend(own)
+        for module, kind, _ in before if not is_over else ():
+            module.__class__ = kind
 
 
-def _refuse_values_of_pass(module: nn.Module, before: dict[str, Tensor | None]) -> None:
-    """Raise if a pass has set parameters or buffers to tensors that are of no use after it."""
+def _new_in(part: Any, before: Any) -> list[Any]:
+    """Return the values of a dictionary or list that have changed."""
+    if isinstance(part, dict):
+        return [value for name, value in part.items() if value is not before.get(name)]
+    return [*part] if len(part) != len(before) or any(map(is_not, part, before)) else []
+
+
+def _refuse_values_of_pass(module: nn.Module, before: dict[str, Tensor]) -> None:
     changed = (pair for pair in own_tensors(module).items() if pair[1] is not before.get(pair[0]))
     if left := [name for name, value in changed if _belongs_to_pass(value)]:
         kind = type(module).__name__.removeprefix("Pyro")
@@ -247,9 +240,6 @@ def _belongs_to_pass(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     return type(value) not in (Tensor, nn.Parameter) or is_left_by_transform(value)
-
-
-_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 def map_draws(

@@ -347,16 +347,19 @@ def _changes(contents: Contents) -> Iterator[tuple[dict[Any, Any], Any, Any, Any
 
 @contextmanager
 def transient_pass(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Run modules on values that end with a block, as those under vmap, and leave none of them there.
-
-    What the pass has stored in modules in evaluation mode is removed, as before the next one.
-    """
+    """Run modules on values that end with a block, as those under vmap, and leave none of them there."""
+    _forget_caches(modules)
     with parts_kept(modules):
         yield
-        for module in modules:
-            values = values_of_pass(module) if isinstance(module, PyroModule) else None
-            if isinstance(values, _PassValues):
-                values.effects.undo()
+    _forget_caches(modules)
+
+
+def _forget_caches(modules: Collection[nn.Module]) -> None:
+    """Remove what a pass has stored in modules in evaluation mode, as before the next one."""
+    for module in modules:
+        values = values_of_pass(module) if isinstance(module, PyroModule) else None
+        if isinstance(values, _PassValues):
+            values.effects.undo()
 
 
 class _PassValues(dict[str, Tensor]):
