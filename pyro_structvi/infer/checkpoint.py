@@ -113,6 +113,9 @@ class Run:
             own = {"unit"} if group.get("of_start") else set()
             for name in group.keys() - NOT_COMPARED - own:
                 self.settings[f"the option `{name}` of `optimizer` in group {number}"] = group[name]
+        for name, buffer in _constants(loss):
+            least, most = buffer.aminmax()
+            self.settings[f"`{name}` of the model"] = f"{least:.6g} to {most:.6g}"
         if measured is not None:
             self.settings |= measured.settings
 
@@ -175,7 +178,7 @@ class CheckpointFile:
         for name, values in saved["history"].items():
             setattr(run.history, name, [*values] if isinstance(values, list) else values.tolist())
         if run.measured is not None and saved["validation"] is not None:
-            run.measured.load(saved["validation"], run.history)
+            run.measured.load(saved["validation"])
         run.loss.elbo.step = run.done
         set_random_states(saved["random"], self._device)
 
@@ -260,15 +263,6 @@ class CheckpointFile:
     def _check(self, run: Run, saved: Mapping[str, Any]) -> None:
         """Raise unless settings, parameters and the schedules of the steps taken are as they were."""
         check_parts(saved["parts"], run.loss.parts[0])
-        model = saved["model"] or {}
-        for name, own in _constants(run.loss):
-            given = model.get(name, own)
-            is_alike = (given.shape, given.dtype) == (own.shape, own.dtype)
-            if is_alike and not torch.equal(given.cpu(), own.cpu()):
-                raise ValueError(
-                    f"`checkpoint` must go on with what it was begun with, but `{name}` of the model "
-                    f"has other values here than in '{self._path}'. Pass the same, or another path."
-                )
         for name, own in plain("optimizer", run.settings).items():
             self._check_same(name, own, saved["settings"].get(name))
         elbo, rate = run.loss.elbo, run.optimizer.rate
