@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
-from functools import wraps
 from operator import is_not
 from types import FrameType
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ from torch.utils._pytree import tree_unflatten as put_together
 from torch.utils.weak import WeakTensorKeyDictionary as TensorKeyDictionary
 
 T = TypeVar("T", bound=Tensor)
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -47,22 +45,6 @@ def kernels_for_vmap(like: Tensor) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
-
-
-def not_compiled(function: F) -> F:
-    """Keep a function out of :func:`torch.compile`, as ``torch.compiler.disable`` does.
-
-    That decorator imports the compiler, which takes as long as the package; a call is early enough.
-    """
-    disabled: Callable[..., Any] | None = None
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        disabled = disabled or torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 def inside_transform() -> bool:

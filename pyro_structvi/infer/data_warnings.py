@@ -2,7 +2,6 @@
 
 import math
 from itertools import accumulate
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -150,15 +149,13 @@ class _PriorPredictive(Messenger):
         super().__init__()
         self.sites: dict[str, list[Any]] = {}
         self.inputs: list[float] = []
-        self.thread = get_ident()
 
     def note_input(self, module: Any, given: Any) -> None:
-        if self.inputs or get_ident() != self.thread:  # torch calls the hook in every thread
-            return
-        if isinstance(module, Likelihood):  # which may standardize its inputs
-            return
         values = next(nested_tensors(given), None)
-        if values is not None and declared_samples(module):
+        is_layer = declared_samples(module) and not isinstance(
+            module, Likelihood
+        )  # or standardized
+        if values is not None and is_layer and not self.inputs:
             scale = values.detach().float().square().mean().sqrt()
             self.inputs.append(float(scale) * values.is_floating_point())
 

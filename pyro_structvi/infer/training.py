@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from inspect import signature
 from typing import Annotated, Any, Literal
 
 import torch
@@ -161,7 +160,11 @@ def fit(
         }
         file.load(run)
         watches = measured is not None or not isinstance(loader, TensorBatches)
-        watches = watches or any(map(_may_change_modules, (lr, loss.elbo.kl_weight)))
+        # Functions of the user's may change model and guide when they are called.
+        given = [each for each in (lr, loss.elbo.kl_weight) if callable(each)]
+        watches = watches or not all(
+            type(each).__module__.startswith("pyro_structvi.") for each in given
+        )
         to_come = total - run.done
         step = step_of_fit(loss, run.optimizer, compiled, to_come, checkpoint is not None, watches)
         step.notes = run.history.compilation
@@ -222,13 +225,6 @@ def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) ->
             "`optimizer` must be `torch.optim.Adam` or another function of `(parameters, lr=lr)` that "
             f"returns an optimizer of torch, but got {brief(optimizer)}. Pass Pyro's to `CompiledSVI`."
         )
-    if lr is None and optimizer is not None:
-        rate = signature(optimizer).parameters.get("lr")
-        if rate is not None and rate.default is rate.empty:
-            raise ValueError(
-                "`lr` must be a number where `optimizer` has no rate of its own, but got None. "
-                "Write `fit(..., lr=1e-3)`."
-            )
 
 
 def check_local_sites(guide: nn.Module, num_batches: float) -> None:
@@ -316,11 +312,6 @@ def _is_frozen(module: nn.Module) -> bool:
     has_tensors = any(map(own_tensors, parts))
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     return has_tensors and not is_trained and not any(map(declared_samples, parts))
-
-
-def _may_change_modules(value: Any) -> bool:
-    """Whether a value is a user's function, which may change model and guide when it is called."""
-    return callable(value) and not type(value).__module__.startswith("pyro_structvi.")
 
 
 def _count_steps(num_steps: int | None, num_epochs: int | None, num_batches: int) -> int:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, checked, naming
 from pyro_structvi._pyro import site_values
-from pyro_structvi._torch import not_compiled
 from pyro_structvi.moments import rules as rules  # the rules of random tensors
 from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
@@ -155,10 +154,12 @@ class NetMoments(nn.Module):
         self.guide: StructuredGuide = guide
         self.settings = Settings(covariance == "full", linearize)
 
-    @not_compiled  # Dynamo applies functions of tensors to tensors with moments without their rules
     def forward(self, x: Any) -> tuple[Tensor, Tensor]:
         """Return the output's mean ``(batch, ...)`` and variance, or covariance ``(batch, E, E)``."""
         values = random_values(posteriors_of(self.guide.joint_posterior()), self.settings)
+        # Dynamo applies functions to tensors with moments without their rules. A decorator would import
+        # torch's compiler with the package.
+        moments = torch.compiler.disable(output_moments)
         with naming("x", x):
-            output = output_moments(self.model, values, x, self.settings)
+            output = moments(self.model, values, x, self.settings)
         return output.loc, output.variance if output.covariance is None else output.covariance

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from pyro_structvi._checks import checked, naming, shape_text, warn_user
+from pyro_structvi._checks import checked, naming, warn_user
 from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
 from pyro_structvi._torch import (
@@ -116,23 +116,17 @@ def bayesianize(
             f"`net` must be of Python's modules, but {compiled} are of TorchScript, which computes with "
             "its own weights. Pass the net that was scripted or traced."
         )
-    lazy = [name for name, value in net.named_parameters() if is_lazy(value)]
-    if lazy:
+    without = [
+        name
+        for name, value in net.named_parameters()
+        if is_lazy(value) or value.is_meta or not value.numel()
+    ]
+    if without:
         raise ValueError(
-            f"`net` must have weights with shapes, but {lazy} wait for their first input. Call it once, "
-            "`net(x)`, before `bayesianize(net)`."
+            f"`net` must have values in all its parameters, but {without} have none. Call a lazy net "
+            "once, `net(x)`; write `net.to_empty(device='cpu')` on the meta device, and load its weights; "
+            "leave layers without elements out."
         )
-    for name, value in net.named_parameters():
-        if value.is_meta:
-            raise ValueError(
-                f"`net` must have values in all its parameters, but '{name}' is on the meta device. "
-                "Write `net.to_empty(device='cpu')` and load its weights, before `bayesianize(net)`."
-            )
-        if not value.numel():
-            raise ValueError(
-                f"`net` must have elements in all its parameters, but '{name}' has the shape "
-                f"{shape_text(value.shape)}. Leave that layer out."
-            )
     check_patterns(prior, [_plain_name(name) for name, _ in net.named_parameters()])
     converted = _convert_layers(net, {} if layers is None else layers, prior)
     replaced = {  # with priors of the layers

@@ -281,12 +281,12 @@ def test_weights_that_cannot_be_random_are_named():
         ValueError, match=r"for weight` must be None for a complex .*view_as_complex"
     ):
         ps.bayesianize(nn.Linear(3, 2, dtype=torch.complex128))
-    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] wait for their first input"):
+    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] have none. Call a lazy net"):
         ps.bayesianize(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)))
     traced = torch.jit.trace(nn.Linear(3, 4), torch.zeros(5, 3))
     with pytest.raises(TypeError, match=r"\['0'\] are of TorchScript.* the net that was scripted"):
         ps.bayesianize(nn.Sequential(traced, nn.Linear(4, 1)))
-    with pytest.raises(ValueError, match=r"'weight' is on the meta device.*to_empty"):
+    with pytest.raises(ValueError, match=r"\['weight', 'bias'\] have none.*to_empty"):
         ps.bayesianize(nn.Linear(2, 1, device="meta"))
 
 
