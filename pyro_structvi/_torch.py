@@ -398,12 +398,6 @@ _WRITES_UNSAID = {  # running statistics, of which their schema says nothing
 }
 
 
-def is_profiler_mark(operation: Any) -> bool:
-    """Whether an operation only marks a function of an optimizer for a profiler."""
-    is_operation = isinstance(operation, torch._ops.OpOverload)
-    return is_operation and operation.namespace == "profiler"
-
-
 def is_random(operation: Any) -> bool:
     """Whether an operation of torch's dispatcher draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
@@ -422,10 +416,17 @@ def norm_of(tensors: Sequence[Tensor], for_compilers: bool = False) -> Tensor:
     return together
 
 
-def can_skip_updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can leave all as it is by a number on the device, as GradScaler has it do."""
+def can_be_recorded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a replay can update, or leave all as it is by a number, as GradScaler does.
+
+    It would leave out what Python does in a step of other code, and in hooks.
+    """
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_all = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    is_known = type(optimizer).step.__module__.startswith(("torch.", "pyro_structvi."))
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+    can_skip = fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return is_known and can_skip and not any((*own, *of_all))
 
 
 def has_gradient_hook(parameter: nn.Parameter) -> bool:
@@ -445,10 +446,3 @@ def hook_numbers(module: nn.Module) -> list[int]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether functions of others run around an optimizer's steps, which a replay would leave out."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    of_all = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
-    return any((*own, *of_all))

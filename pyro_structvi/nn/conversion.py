@@ -124,7 +124,7 @@ def bayesianize(
     if without:
         raise ValueError(
             f"`net` must have values in all its parameters, but {without} have none. Call a lazy net "
-            "once, `net(x)`; write `net.to_empty(device='cpu')` on the meta device, and load its weights; "
+            "once, `net(x)`; write `net.to_empty(device='cpu')` on the meta device, and load weights; "
             "leave layers without elements out."
         )
     check_patterns(prior, [_plain_name(name) for name, _ in net.named_parameters()])

@@ -42,16 +42,11 @@ class CompiledStep(EagerStep):
     Args:
         loss: The loss.
         optimizer: The optimizer.
-        backend: See :class:`CompiledSVI`.
-        fallback: Likewise.
+        backend: See :class:`CompiledSVI`, as for ``fallback``.
         watches: Whether other code may change model and guide between steps.
         is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.
         num_steps: The number of steps to come in a fit. It records if these are many, compiles if these
             save the time that it takes and need not be exact, and writes notes instead of warnings.
-
-    Attributes:
-        kinds: The steps by arguments and the state of model and guide: one for each set of values that
-            Python reads.
     """
 
     def __init__(
@@ -72,6 +67,7 @@ class CompiledStep(EagerStep):
         self._last_state: Hashable = None  # None where Python has run since
         self._stored: list[str] = []  # names of parameters in Pyro's store
         self._alive: list[object] = []  # tensors that states identify by ``id``
+        # By arguments and state: a step for each set of values that Python reads.
         self.kinds: dict[Hashable, list[ReplayedStep]] = {}
         self._refused: dict[Hashable, str] = {}  # reasons, by the key of the call
         self._said: set[str] = set()

@@ -10,7 +10,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
 from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
-from pyro_structvi._torch import can_skip_updates, runs_hooks
+from pyro_structvi._torch import can_be_recorded
 
 
 class OneOptimizer:
@@ -23,11 +23,6 @@ class OneOptimizer:
     Attributes:
         torch: The torch optimizer; None before the first step, where one of Pyro's was given.
         pyro: The Pyro optimizer, if one was given.
-
-    Raises:
-        TypeError: If it is neither, or a learning rate schedule of Pyro's, needs a closure, or has no
-            learning rate.
-        ValueError: If the Pyro optimizer has the state of single parameters.
     """
 
     def __init__(self, optim: PyroOptim | torch.optim.Optimizer) -> None:
@@ -77,14 +72,8 @@ class OneOptimizer:
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether a replay can update, and leave all as it is by a number on the device.
-
-        It would leave out what Python does in a step of other code, and in hooks.
-        """
-        own = self.torch
-        if own is None or not type(own).step.__module__.startswith(("torch.", "pyro_structvi.")):
-            return False
-        return can_skip_updates(own) and not runs_hooks(own)
+        """Whether a replay can update, and leave all as it is by a number on the device."""
+        return self.torch is not None and can_be_recorded(self.torch)
 
     def state(self) -> list[Hashable]:
         """Return what an update depends on, apart from rates, with tensors by ``id``."""

@@ -52,7 +52,7 @@ class _Recorder(_torch.DispatchMode):
     ) -> Any:
         """Run an operation and record it."""
         kwargs = kwargs or {}
-        if _torch.is_profiler_mark(func):
+        if getattr(func, "namespace", "") == "profiler":  # the mark of an optimizer's function
             return func(*args, **kwargs)
         _refuse_sizes(func, args)
         is_read = torch.Tag.data_dependent_output in func.tags
@@ -193,14 +193,13 @@ class _RefusesPython(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        second = [*args, *kwargs.values()][1:2]
-        if func in _torch.READERS or (func in _torch.READERS_OF_SECOND and _has_integers(second)):
+        second = [each for each in [*args, *kwargs.values()][1:2] if isinstance(each, Tensor)]
+        reads_second = (
+            func in _torch.READERS_OF_SECOND and second and not second[0].is_floating_point()
+        )
+        if func in _torch.READERS or reads_second:
             raise RuntimeError(f"Python reads a tensor's value by `{func.__name__}`")
         return func(*args, **kwargs)
-
-
-def _has_integers(values: list[Any]) -> bool:
-    return any(isinstance(each, Tensor) and not each.is_floating_point() for each in values)
 
 
 class Record:
@@ -214,12 +213,6 @@ class Record:
         function: A function from tensors to a tuple of tensors.
         inputs: The tensors of the recorded call, an ordinary call in every respect.
         undo: A list for functions that restore the tensors that it writes.
-
-    Attributes:
-        outputs: The results of that call.
-        graph: The operations.
-        found: The tensors from elsewhere that a call reads or writes.
-        written: The tensors that a call writes, such as running statistics.
 
     Raises:
         RuntimeError: If Python reads a value that depends on a parameter or a random number, or if a
@@ -247,7 +240,7 @@ class Record:
         self._run = self._run_operations = _function_of(self.graph)
         reads, self._read_tensors = recorder.part([*recorder.read], with_writes=False)
         self._run_reads, self._read = _function_of(reads), (*recorder.read.values(),)
-        self.written = recorder.constants_in(recorder.written)
+        self.written = recorder.constants_in(recorder.written)  # such as running statistics
 
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """Repeat the call with other inputs of the same shapes."""
@@ -274,14 +267,9 @@ class Record:
         return sum(node.meta.get("elements", 0) for node in self.graph.nodes)
 
     def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
-        """Let a compiler fuse the operations; random numbers still come from torch's generators.
+        """Let a backend of ``torch.compile`` fuse the operations for calls with such inputs.
 
-        Args:
-            backend: A backend of ``torch.compile``; "auto" is inductor if it takes all operations.
-            inputs: The inputs of the next call.
-
-        Raises:
-            RuntimeError: If it does not take an operation.
+        Random numbers still come from torch's generators. "auto" is inductor if it takes all operations.
         """
         if not _torch.LSTM_LAYERS.isdisjoint(self.operations):
             if backend == "auto":

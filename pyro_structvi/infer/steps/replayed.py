@@ -23,10 +23,7 @@ GRAPH_DEVICE = "cuda"
 class Call:
     """The arguments of one call, with tensors separated from the structure that holds them.
 
-    Attributes:
-        tensors: The tensors among the arguments.
-        key: Equal for calls that can share one compiled step.
-        step: The step of its kind, if it is known.
+    Calls with equal ``key`` can share one compiled step; ``step`` is that of its kind, if it is known.
 
     Raises:
         TypeError: If an argument is neither a tensor nor hashable.
@@ -70,19 +67,14 @@ class ReplayedStep:
     compiled, on a GPU as a CUDA graph once the record has been compared. Where the optimizer can skip an
     update on the device, which it does unless all is finite, the update is recorded, too.
 
-    Args:
-        loss: The loss, after one eager step.
-        optimizer: The optimizer.
-        backend: See :class:`CompiledSVI`.
-        others_step: Whether other code may use gradients between steps, of what this does not train.
+    ``others_step`` says whether other code may use gradients between steps, of what this does not train.
 
     Attributes:
         to_come: How the next steps of this kind are taken, by step and call, before steps are replayed.
         updates: Whether a call updates the parameters; otherwise it sets their gradients.
         generators: The random generators of the host and of the parameters' devices.
         taken: The number of steps of this kind.
-        eager_seconds: The shortest duration of Python's.
-        seconds: The durations of replays.
+        eager_seconds: The shortest duration of Python's; ``seconds`` are those of replays.
         is_compiled: Whether :meth:`compile` has compiled the record.
     """
 
@@ -260,15 +252,7 @@ class ReplayedStep:
 
 
 class CUDAGraph:
-    """A function of tensors, captured once and replayed with other values.
-
-    Args:
-        function: A function from tensors to tensors.
-        inputs: Tensors of the shapes of all later calls.
-
-    Raises:
-        RuntimeError: If an operation cannot be captured.
-    """
+    """A function of tensors, captured once and replayed with other values of the same shapes."""
 
     def __init__(
         self, function: Callable[[Sequence[Tensor]], Outputs], inputs: Sequence[Tensor]
