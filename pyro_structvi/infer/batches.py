@@ -40,6 +40,10 @@ class EpochSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(self.order().tolist())
 
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch."""
+        self.epoch = epoch
+
     def order(self) -> Tensor:
         """Return the numbers that are left of the epoch."""
         order = torch.arange(self.size)
@@ -201,10 +205,8 @@ class Feed:
     def _pass(self) -> Iterator[Any]:
         whole = getattr(self.loader, "batch_sampler", None)
         for sampler in (self._sampler, whole, getattr(whole, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self.epoch)
+            getattr(sampler, "set_epoch", lambda epoch: None)(self.epoch)
         if self._is_exact:
-            self._sampler.epoch = self.epoch
             self._sampler.start = self.taken * self.loader.batch_size
         return iter(self.loader)
 

@@ -256,12 +256,6 @@ def test_a_guide_that_cannot_be_vectorized_draws_one_by_one(monkeypatch):
     assert len(functions.flatten().unique()) == functions.numel() == 30
 
 
-def uniform_function(x, y=None):
-    width = pyro.sample("width", dist.Normal(torch.ones(()), 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Uniform(torch.zeros(len(x)), width), obs=y)
-
-
 def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
     model, (x, y) = make_regressor(), regression_data()
     draws = draws_of(ps.MeanFieldGuide(model), 6)
@@ -270,12 +264,6 @@ def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
         ps.predict(model, draws, x, y=y)
     with pyro.validation_enabled(False):  # as before: who switches it off gets what there is
         assert ps.predict(model, draws, x).mean.isnan().any()
-    x, y = torch.zeros(3), torch.full((3,), 0.5)
-    assert ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, 3.0])}, x, y=y)
-    with pytest.raises(ValueError, match="`y` must be in"):
-        ps.predict(uniform_function, {"width": torch.tensor([2.0, 0.3, 3.0])}, x, y=y)
-    with pytest.raises(ValueError, match="parameter low"):
-        ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, -1.0])}, x)
 
 
 def test_a_model_that_cannot_run_without_observations_says_so():
