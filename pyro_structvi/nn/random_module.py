@@ -153,13 +153,10 @@ class RandomModule(OwnParameters):
             return
         own = [(prefix, self)]
         modules = self.named_modules(None, prefix, remove_duplicate) if recurse else own
-        named = _named_values(modules, remove_duplicate)
-        for name, value in named:
-            yield name, value
-            _taken_out(value)
-            break
-        for name, value in named:
-            yield name, _taken_out(value)
+        for number, (name, value) in enumerate(_named_values(modules, remove_duplicate)):
+            draw = getattr(value, "materialize", lambda value=value: value)
+            yield name, draw() if number else value
+            draw()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without caches of passes."""
@@ -185,10 +182,6 @@ def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, A
             if not remove_duplicate or id(value) not in seen:
                 seen[id(value)] = value
                 yield (f"{path}.{attribute}" if path else attribute), value
-
-
-def _taken_out(value: Any) -> Any:
-    return getattr(value, "materialize", lambda: value)()
 
 
 # ---- every site in every pass --------------------------------------------------------------------
