@@ -129,11 +129,6 @@ class Run:
         """Whether there is no further step to take."""
         return self.done >= self.total or (self.measured is not None and self.measured.is_over)
 
-    def measure_if_due(self) -> None:
-        """Measure the guide on validation data, if there are any and it is time to."""
-        if self.measured is not None:
-            self.measured.add_if_due(self.history, self.total, len(self.feed.loader))
-
 
 class CheckpointFile:
     """The file of a :class:`Checkpoint`, or none, so that nothing is done.

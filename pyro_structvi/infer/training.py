@@ -177,7 +177,12 @@ def fit(
 def _train(step: Callable[..., StepTerms], run: Run, file: CheckpointFile, bar: Any) -> None:
     """Take the steps; write down what happens in them, measure, and write checkpoints."""
     history, optimizer, batches = run.history, run.optimizer, iter(run.feed)
-    run.measure_if_due()
+
+    def measure() -> None:
+        if run.measured is not None:
+            run.measured.add_if_due(history, run.total, len(run.feed.loader))
+
+    measure()
     if file.saved is None:
         file.write_if_due(run, True)
     try:
@@ -186,7 +191,7 @@ def _train(step: Callable[..., StepTerms], run: Run, file: CheckpointFile, bar: 
                 optimizer.scale_rates(run.rate(run.done))
                 args, kwargs = next(batches)
                 history.add(step(*args, **kwargs), optimizer.rate)
-                run.measure_if_due()
+                measure()
                 history.interrupted = is_interrupted()
                 file.write_if_due(run, run.is_over or history.interrupted)
                 if run.done % 10 == 1 or run.done == run.total:

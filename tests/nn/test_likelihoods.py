@@ -1,6 +1,5 @@
 """Likelihoods around a net, of examples and of tokens."""
 
-
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest

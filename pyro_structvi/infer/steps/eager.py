@@ -164,7 +164,10 @@ def error_of(
             names.get(p, f"parameter {i}"): p.grad for i, p in enumerate(parameters)
         }
     for kind, values in kinds.items():
-        bad = [name for name, value in values.items() if not _is_finite(value)]
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        bad = [
+            name for name, own in tensors.items() if not own.is_meta and not own.isfinite().all()
+        ]
         if bad:
             remedy = "Drop or mend these examples" if kind == "data" else _REMEDY
             return FloatingPointError(f"{where}, the {kind} {bad} is not finite. {kept} {remedy}.")
@@ -177,8 +180,3 @@ def error_of(
         f"{where}: {text} {kept} Where the data are as in earlier steps, the parameters were led "
         f"astray. {_REMEDY}."
     )
-
-
-def _is_finite(value: Any) -> bool:
-    has_values = isinstance(value, Tensor) and not value.is_meta
-    return not has_values or bool(torch.isfinite(value).all())

@@ -57,7 +57,9 @@ def saved(
     tensors: Iterable[Tensor], generators: Iterable[torch.Generator] = ()
 ) -> Callable[[], None]:
     """Return a function that puts the present values back."""
-    copies = [(each, each.detach().clone()) for each in tensors if _can_be_written(each)]
+    # Operations write neither into inference tensors nor into several elements in one place.
+    written = (each for each in tensors if not (each.is_inference() or has_overlap(each)))
+    copies = [(each, each.detach().clone()) for each in written]
     states = [(generator, generator.get_state()) for generator in generators]
 
     def restore() -> None:
@@ -68,11 +70,6 @@ def saved(
             generator.set_state(state)
 
     return restore
-
-
-def _can_be_written(tensor: Tensor) -> bool:
-    """Whether operations may write: not into inference tensors or several elements in one place."""
-    return not (tensor.is_inference() or has_overlap(tensor))
 
 
 class Modules:
