@@ -389,19 +389,6 @@ def is_random(operation: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
 
 
-def norm_of(tensors: Sequence[Tensor], for_compilers: bool = False) -> Tensor:
-    """Return the norm of tensors together, on the device and in the dtype of the first one's.
-
-    The public ``get_total_norm`` sorts tensors first, which takes longer where a net is small.
-    """
-    if for_compilers:  # which do not take the norms of several tensors
-        norms = [torch.linalg.vector_norm(each) for each in tensors]
-    else:
-        norms = [*torch._foreach_norm([*tensors])]
-    together: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0]) for each in norms]))
-    return together
-
-
 def can_be_recorded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a replay can update, or leave all as it is by a number, as GradScaler does.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
 try:
@@ -14,7 +15,6 @@ except ImportError as error:
     raise ImportError('Lightning is needed: `pip install "pyro-structvi[lightning]"`.') from error
 
 from pyro_structvi._checks import Count, Program, checked
-from pyro_structvi._torch import norm_of
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import Arguments, arguments_of, num_examples
 from pyro_structvi.infer.checkpoint import random_states, set_random_states
@@ -246,7 +246,7 @@ class StructuredModule(LightningModule):
                 gradient.mul_(complete / rest)
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return
-        if given and not bool(norm_of([*given.values()]).isfinite()):
+        if given and not bool(get_total_norm([*given.values()]).isfinite()):
             self._restore.pop(self.global_step)()
             raise error_of(self._loss, [*given], self._batch, ELBOTerms({}, {}))
 

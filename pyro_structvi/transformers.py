@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 try:
     from peft import PeftModel
@@ -28,7 +29,6 @@ except ImportError as error:
 
 from pyro_structvi._checks import Count, brief, checked
 from pyro_structvi._pyro import unwrapped
-from pyro_structvi._torch import norm_of
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.infer.elbo import StructuredELBO
@@ -247,7 +247,7 @@ class _FiniteGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **options: Any) -> None:
         gradients = [value.grad for value in model.parameters() if value.grad is not None]
-        if gradients and not bool(norm_of(gradients).isfinite()):
+        if gradients and not bool(get_total_norm(gradients).isfinite()):
             raise _not_finite("Gradients of a step are")
 
 

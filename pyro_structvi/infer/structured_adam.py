@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
 from pyro_structvi._pyro import unwrapped
-from pyro_structvi._torch import norm_of
 from pyro_structvi.nn.conversion import find_layouts
 from pyro_structvi.sites.latent_site import WIDE
 from pyro_structvi.sites.site_posterior import SitePosterior
@@ -205,7 +205,7 @@ class StructuredAdam(torch.optim.Optimizer):
         clip, (_, beta) = self.param_groups[0]["clip"], self.param_groups[0]["betas"]
         if clip is None or not gradients:
             return scale
-        norm = norm_of(gradients).to(parameters[0])
+        norm = get_total_norm(gradients).to(parameters[0])
         state = self.state[parameters[0]]
         if "norm" not in state:  # running averages of its squares, and of ones to divide these by
             state["norm"] = torch.zeros_like(norm).repeat(2)

@@ -9,10 +9,11 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import ONE_THREAD, unwrapped
-from pyro_structvi._torch import is_recording, norm_of
+from pyro_structvi._torch import is_recording
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
@@ -135,7 +136,8 @@ class EagerStep:
 def numbers_of(loss: Tensor, terms: ELBOTerms, gradients: Iterable[Tensor | None]) -> Tensor:
     """Return loss, log likelihood, KL and the norm of all gradients as one tensor, ``(4,)``."""
     given = [gradient for gradient in gradients if gradient is not None]
-    norm = norm_of(given, for_compilers=is_recording()) if given else torch.zeros_like(loss)
+    foreach = False if is_recording() else None  # compilers take no norms of several tensors
+    norm = get_total_norm(given, foreach=foreach) if given else torch.zeros_like(loss)
     likelihood = ELBOTerms(terms.log_likelihood, {}).elbo
     kl = -ELBOTerms({}, terms.kl).elbo  # not a difference of large numbers
     return torch.stack([each.to(loss) for each in (loss, likelihood, kl, norm)]).detach()
