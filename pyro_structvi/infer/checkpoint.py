@@ -304,12 +304,12 @@ def _as_tensor(values: list[Any]) -> Any:
 
 def random_states(device: torch.device | None) -> dict[str, Any]:
     """Return the states of the generators of torch, Python and NumPy, and of the guide's GPU."""
-    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002, the one that data sets share
+    numpy: Any = np.random.get_state()  # noqa: NPY002, the one that data sets share
     gpu = device if device is not None and device.type == "cuda" else None
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": numpy | {"state": numpy["state"] | {"key": numpy["state"]["key"].tolist()}},
+        "numpy": (numpy[0], numpy[1].tolist(), *numpy[2:]),
         "gpu": None if gpu is None else torch.cuda.get_rng_state(gpu),
     }
 

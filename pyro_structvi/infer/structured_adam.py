@@ -151,7 +151,9 @@ class StructuredAdam(torch.optim.Optimizer):
         # a start: it is another one after training.
         groups = defaultdict(list)
         for place, value in enumerate([given] if isinstance(given, Tensor) else given):
-            unit, waits, factor = _unit_of_point(value), False, self._share
+            has_size = value.dim() > 1 and value.numel()
+            size = float(value.detach().square().mean().sqrt()) if has_size else 0.0
+            unit, waits, factor = size or POINT_UNIT, False, self._share
             start = place if value not in self._held and value.dim() > 1 else None
             if value in self._held:
                 posterior, name = self._held[value]
@@ -325,10 +327,3 @@ def _count_wide(points: Sequence[Tensor], guide: nn.Module) -> int:
     layouts = [find_layouts(model) for model in models if isinstance(model, nn.Module)]
     fan_ins = {key: layout.fan_in or 0 for own in layouts for key, layout in own.items()}
     return sum(fan_ins.get(id(value), 0) > WIDE for value in points)
-
-
-def _unit_of_point(value: Tensor) -> float:
-    """Return the unit of a parameter that is no posterior's."""
-    has_size = value.dim() > 1 and value.numel()
-    size = float(value.detach().square().mean().sqrt()) if has_size else 0.0
-    return size or POINT_UNIT

@@ -84,9 +84,13 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
             if not site["infer"].get("_deterministic"):  # the record of a value, without a density
                 likelihood[name] = _observed_term(model_trace, name, max_plate_nesting)
         elif name not in guide:
-            raise ValueError(
-                f"The model's latent site '{name}' is missing in the guide. {_way_out(site)}"
+            remedy = (
+                "Train by Pyro's `SVI` with `TraceEnum_ELBO`, which sums over discrete values."
+                if site["fn"].has_enumerate_support
+                else "Call `guide.initialize(...)` with the model's arguments so that it is found, or "
+                "add it to your guide."
             )
+            raise ValueError(f"The model's latent site '{name}' is missing in the guide. {remedy}")
         elif not SiteRole.of(guide[name]).is_slice:
             kl[name] = _latent_term(guide[name], site)
     for name, site in guide.items():
@@ -119,16 +123,6 @@ def _check_reparametrized(name: str, posterior: Any) -> None:
             "get no gradient of the likelihood. Train by Pyro's `SVI` with `TraceGraph_ELBO`, or with "
             "`TraceEnum_ELBO`, which sums over discrete values."
         )
-
-
-def _way_out(site: Any) -> str:
-    """Return what to do about a latent site that the guide lacks."""
-    if site["fn"].has_enumerate_support:
-        return "Train by Pyro's `SVI` with `TraceEnum_ELBO`, which sums over discrete values."
-    return (
-        "Call `guide.initialize(...)` with the model's arguments so that it is found, or add it to your "
-        "guide."
-    )
 
 
 def _samples(trace: Any) -> Iterator[tuple[str, Any]]:

@@ -304,19 +304,19 @@ def _training_mode(model: Callable[..., Any], guide: nn.Module) -> Iterator[None
 
 
 def _put_into_training(module: nn.Module) -> None:
-    if not module.training and _is_frozen(module):
-        return
-    module.training = True
-    for child in module.children():
-        _put_into_training(child)
+    """Put a module into training mode, unless it is in evaluation mode and nothing in it is trained.
 
-
-def _is_frozen(module: nn.Module) -> bool:
-    """Whether a module has tensors, and none that is trained or sampled."""
+    Then it has tensors, and none that requires gradients or is sampled.
+    """
     parts = [*module.modules()]
-    has_tensors = any(map(own_tensors, parts))
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
-    return has_tensors and not is_trained and not any(map(declared_samples, parts))
+    is_frozen = (
+        any(map(own_tensors, parts)) and not is_trained and not any(map(declared_samples, parts))
+    )
+    if module.training or not is_frozen:
+        module.training = True
+        for child in module.children():
+            _put_into_training(child)
 
 
 def _count_steps(num_steps: int | None, num_epochs: int | None, num_batches: int) -> int:

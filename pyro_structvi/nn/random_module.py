@@ -27,7 +27,6 @@ from pyro_structvi._torch import (
     forward_hooks,
     inside_backward,
     inside_reentrant_backward,
-    is_left_by_transform,
     parts_kept,
     take_apart,
     without_storage,
@@ -166,8 +165,7 @@ class RandomModule(OwnParameters):
         super().__getstate__()
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         computed = {name: value.detach() for name, value in tensors.items() if not value.is_leaf}
-        left = {name for name, value in tensors.items() if is_left_by_transform(value)}
-        return {k: v for k, v in (vars(self) | computed).items() if k not in left}
+        return vars(self) | computed
 
 
 def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,6 @@ import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import constraints
 
 from pyro_structvi._checks import (
     Count,
@@ -217,23 +216,15 @@ class LogRatePoisson(dist.Poisson):
         tensor(-200.)
     """
 
-    arg_constraints: ClassVar = {"log_rate": constraints.real}
-
     def __init__(self, log_rate: Tensor, validate_args: bool | None = None) -> None:
-        self.log_rate, self.is_sparse = log_rate, False
-        torch.distributions.Distribution.__init__(self, log_rate.shape, validate_args=validate_args)
+        self.log_rate = log_rate
+        super().__init__(log_rate.exp(), validate_args=validate_args)
 
-    @property
-    def rate(self) -> Tensor:
-        """The expected counts, ``(*batch,)``."""
-        return self.log_rate.exp()
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> "LogRatePoisson":
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         """Return this distribution with a larger batch shape, sharing memory."""
-        new: LogRatePoisson = self._get_checked_instance(LogRatePoisson, _instance)
-        LogRatePoisson.__init__(new, self.log_rate.expand(batch_shape), validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        new = self._get_checked_instance(LogRatePoisson, _instance)
+        new.log_rate = self.log_rate.expand(batch_shape)
+        return super().expand(batch_shape, new)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw counts ``(*sample_shape, *batch)``."""
