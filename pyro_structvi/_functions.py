@@ -8,25 +8,22 @@ from typing import Any
 from torch import nn
 
 
-def modules_named_by(function: Any) -> Iterator[nn.Module]:
-    """Yield a module itself, the modules that a function names, and those of an object with methods."""
-    owner = getattr(function, "__self__", None)
-    own = getattr(function if owner is None else owner, "__dict__", {}).values()
-    for value in (function, owner, *own, *named_by(function).values()):
-        if isinstance(value, nn.Module):
-            yield value
-
-
 def modules_reached_by(function: Any) -> Iterator[nn.Module]:
-    """Yield the modules that a function names, and those that functions beside it name that it names."""
+    """Yield a module, or the modules of a function or method: those of its object, and that it names.
+
+    Functions beside it that it names belong to it.
+    """
     waiting, known = [function], set[int]()
     while waiting:
         each = waiting.pop()
-        if id(each) not in known:
-            known.add(id(each))
-            yield from modules_named_by(each)
-            named = (value for value in named_by(each).values() if isinstance(value, FunctionType))
-            waiting += [value for value in named if value.__module__ == each.__module__]
+        if id(each) in known:
+            continue
+        known.add(id(each))
+        named, owner = named_by(each).values(), getattr(each, "__self__", None)
+        own = getattr(each if owner is None else owner, "__dict__", {}).values()
+        yield from (value for value in (each, owner, *own, *named) if isinstance(value, nn.Module))
+        functions = (value for value in named if isinstance(value, FunctionType))
+        waiting += [value for value in functions if value.__module__ == each.__module__]
 
 
 def named_by(function: Any) -> dict[str, Any]:

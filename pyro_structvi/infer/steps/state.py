@@ -13,7 +13,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_structvi._functions import modules_named_by, named_by
+from pyro_structvi._functions import modules_reached_by, named_by
 from pyro_structvi._pyro import unwrapped
 from pyro_structvi._torch import (
     all_modules,
@@ -81,7 +81,9 @@ class Modules:
 
     def __init__(self, parts: Iterable[Callable[..., Any]]) -> None:
         self._functions = [unwrapped(part) for part in parts]
-        self._roots = [root for function in self._functions for root in modules_named_by(function)]
+        self._roots = [
+            root for function in self._functions for root in modules_reached_by(function)
+        ]
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Iterate over all modules."""
