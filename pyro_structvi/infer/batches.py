@@ -75,12 +75,7 @@ class TensorBatches:
 def as_batches(
     data: Any, batch_size: int | None, device: torch.device | None, seed: int = 0
 ) -> Any:
-    """Return the data as a sized iterable of mini-batches, tensors on the device if they fit.
-
-    Raises:
-        TypeError: If the data have another type.
-        ValueError: If lengths differ, the data hold NaN, or ``batch_size`` is out of place.
-    """
+    """Return the data as a sized iterable of mini-batches, tensors on the device if they fit."""
     if isinstance(data, Tensor):
         data = (data,)
     if isinstance(data, Mapping) or (isinstance(data, tuple) and not all(map(_is_input, data))):

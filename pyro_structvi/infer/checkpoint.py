@@ -135,10 +135,6 @@ class CheckpointFile:
 
     ``saved`` has its contents before this run, None where there is nothing to go on from. ``place`` has
     the seed of the order of the data, the epoch, and the mini-batches that were used of it.
-
-    Raises:
-        FileExistsError: If there is a file that is not to be resumed from.
-        ValueError: If the folder is missing or cannot be written to, or the file is no checkpoint.
     """
 
     def __init__(self, options: Checkpoint | None, device: torch.device | None) -> None:
@@ -178,12 +174,7 @@ class CheckpointFile:
         set_random_states(saved["random"], self._device)
 
     def write_if_due(self, run: Run, is_due: bool) -> None:
-        """Put a run in the file's place, if there is a file, now and after so many steps.
-
-        Raises:
-            OSError: If that cannot be done; the file is then what it was.
-            TypeError: If the optimizer has a state of other things than tensors and numbers.
-        """
+        """Put a run in the file's place, if there is a file, now and after so many steps."""
         if self._options is None or not (is_due or run.done % self._options.every == 0):
             return
         assert run.optimizer.torch is not None

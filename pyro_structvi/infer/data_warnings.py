@@ -43,11 +43,7 @@ class SlowFamilyWarning(UserWarning):
 
 
 def set_num_data(model: Any, guide: Any, found: int | None) -> None:
-    """Tell a model how many examples the data have, if that is known, or compare with what it was told.
-
-    Raises:
-        ValueError: If neither model nor data say how many, or the guide is of another model.
-    """
+    """Tell a model how many examples the data have, if known, or compare with what it was told."""
     if isinstance(guide, StructuredGuide):
         give_model(guide, model)
         check_made_of(guide, model, "fit(guide.model, guide, data)")

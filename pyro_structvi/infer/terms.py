@@ -69,13 +69,7 @@ Term = tuple[Tensor, bool]  # nats, and whether it is a weight's KL that was sam
 
 
 def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> ELBOTerms:
-    """Return the terms of one pass, each by the role of its site, from the traces of model and guide.
-
-    Raises:
-        ValueError: If a latent site of the model is missing in the guide or one of the guide in the
-            model, if scales or masks differ between sites with one posterior, or if they are those of
-            examples around a site that is not.
-    """
+    """Return the terms of one pass, each by the role of its site, from the traces of model and guide."""
     model, guide = dict(_samples(model_trace)), dict(_samples(guide_trace))
     likelihood: dict[str, Tensor] = {}
     kl: dict[str, Term] = {}

@@ -113,11 +113,7 @@ def sample_nodes(trace: Any) -> dict[str, Any]:
 
 
 def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:
-    """Return the name of the observed site of a model that ran at a draw without observations.
-
-    Raises:
-        ValueError: If it is ambiguous, or if the draw's sites are not the model's global latent sites.
-    """
+    """Return the name of the observed site of a model that ran at a draw without observations."""
     nodes = sample_nodes(trace)
     drawn = [name for name, node in nodes.items() if not node["is_observed"]]
     free = [name for name in drawn if name not in values]

@@ -22,17 +22,13 @@ from pyro_structvi.infer.terms import ELBOTerms
 
 
 class Loss(nn.Module):
-    """Minus the bound of a model and a guide, which may be modules.
-
-    Attributes:
-        parts: Model and guide with their handlers; in a tuple, so that they are not submodules.
-    """
+    """Minus the bound of a model and a guide, which may be modules."""
 
     def __init__(
         self, model: Callable[..., Any], guide: Callable[..., Any], elbo: StructuredELBO
     ) -> None:
         super().__init__()
-        self.parts, self.elbo = (model, guide), elbo
+        self.parts, self.elbo = (model, guide), elbo  # with their handlers, and no submodules
         for name, part in (("guide", guide), ("model", model)):
             module = unwrapped(part)
             if isinstance(module, nn.Module):
@@ -63,15 +59,11 @@ class StepTerms:
 
 
 class EagerStep:
-    """A step of ``SVI`` with one optimizer; a Pyro optimizer adopts the parameters of each step.
-
-    Attributes:
-        notes: Notes on tracing and compilation, with steps and reasons.
-    """
+    """A step of ``SVI`` with one optimizer; a Pyro optimizer adopts the parameters of each step."""
 
     def __init__(self, loss: Loss, optimizer: OneOptimizer) -> None:
         self.loss, self.optimizer = loss, optimizer
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # on tracing and compilation, with steps and reasons
         self._modules = Modules(loss.parts)
         self._numbers = torch.zeros(4)  # of the last eager step
 

@@ -207,16 +207,9 @@ class Record:
 
     Tensors that the function finds elsewhere, such as parameters and buffers, are read and written as
     they are at each call. Random numbers are drawn anew. Python may read values that follow from the
-    inputs and from constants; the record holds for inputs with the same values.
-
-    Args:
-        function: A function from tensors to a tuple of tensors.
-        inputs: The tensors of the recorded call, an ordinary call in every respect.
-        undo: A list for functions that restore the tensors that it writes.
-
-    Raises:
-        RuntimeError: If Python reads a value that depends on a parameter or a random number, or if a
-            size depends on values.
+    inputs and from constants; the record holds for inputs with the same values. Reads of other values,
+    and sizes that depend on values, are an error. The recorded call is an ordinary one, with results
+    ``outputs``; functions that restore what it writes are added to ``undo``.
     """
 
     def __init__(

@@ -24,9 +24,6 @@ class Call:
     """The arguments of one call, with tensors separated from the structure that holds them.
 
     Calls with equal ``key`` can share one compiled step; ``step`` is that of its kind, if it is known.
-
-    Raises:
-        TypeError: If an argument is neither a tensor nor hashable.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -73,11 +73,7 @@ def saved(
 
 
 class Modules:
-    """The modules of model and guide, as callables, owners of methods, or variables that these name.
-
-    Args:
-        parts: Model and guide.
-    """
+    """The modules of model and guide, as callables, owners of methods, or variables that these name."""
 
     def __init__(self, parts: Iterable[Callable[..., Any]]) -> None:
         self._functions = [unwrapped(part) for part in parts]
