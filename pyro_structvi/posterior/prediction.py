@@ -210,15 +210,15 @@ def predict(
     check_posterior(model, posterior)
     batches = batches_of(inputs, y, batch_size, posterior)
     total = count_draws(posterior, num_samples)
-    reader = _Reader(len(batches), None if not stream else _streamed(total))
+    reader = _Reader(_streamed(total) if stream else None)
     averages = [Averages() for _ in batches]
     kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
     bar = tqdm(total=total, desc="predict", disable=not progress)
     with ONE_THREAD, evaluation_mode(model, differentiable), bar:
         passes = Passes(model, posterior, batches, site, reader, max_memory, batch_statistics)
         for done in passes.run(total):
-            if batch_size is not None:
-                _check_examples(done.outputs["mean"][0], batches[done.batch][0])
+            if batch_size is not None or batches[1:]:
+                _check_examples(done.outputs, batches[done.batch][0])
             kept[done.batch].append(reader.kept(done.outputs, averages[done.batch].count))
             averages[done.batch].add(done.outputs)
             if done.batch == len(batches) - 1:
@@ -241,14 +241,18 @@ def _join(moments: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([own[name] for own in moments]) for name in moments[0]}
 
 
-def _check_examples(mean: Tensor, args: tuple[Any, ...]) -> None:
-    """Raise unless the observations of a mini-batch have the examples first, which are joined there."""
-    size = next((len(value) for value in nested_tensors(args)), len(mean))
-    if len(mean) != size:
+def _check_examples(outputs: dict[str, Tensor], args: tuple[Any, ...]) -> None:
+    """Raise unless the tensors of a mini-batch have the examples first, which are joined there."""
+    size = next((len(value) for value in nested_tensors(args)), len(outputs["mean"][0]))
+    shapes = [
+        own[0].shape for name, own in outputs.items() if name == "mean" or "function." in name
+    ]
+    if wrong := [(*shape,) for shape in shapes if shape[:1] != (size,)]:
         raise ValueError(
-            "With `batch_size`, the observations of the model must have the examples as first "
-            f"dimension, {size} in a mini-batch, but have the shape {shape_text(mean.shape)}. Leave "
-            "`batch_size` out, or put the plate of the examples to the left of other plates."
+            "With mini-batches, observations of the model and the tensors that it returns must have the "
+            f"examples as first dimension, {size} in a mini-batch, but have the shapes {wrong}. Leave "
+            "`batch_size` out, put the plate of the examples to the left of other plates, or let the "
+            "model return nothing else."
         )
 
 
@@ -267,8 +271,8 @@ def _streamed(total: int) -> list[int]:
 class _Reader:
     """Reads moments at each draw, and keeps function values and likelihoods, or some likelihoods."""
 
-    def __init__(self, num_batches: int, streamed: list[int] | None = None) -> None:
-        self.num_batches, self.streamed, self.keeps = num_batches, streamed, streamed is None
+    def __init__(self, streamed: list[int] | None) -> None:
+        self.streamed, self.keeps = streamed, streamed is None
         self.likelihood: _StackedLikelihood | None = None  # from the first draw, which runs alone
         self.structure: Any = None
         self.entropy: Callable[[Tensor], Tensor] | None = None
@@ -285,8 +289,12 @@ class _Reader:
                 "the observations. Draw observations by `pyro.infer.Predictive`."
             ) from error
         leaves, structure = take_apart(mean if returned is None else returned)
-        if self.keeps:
-            self._check(leaves, len(mean))
+        if self.keeps and not all(isinstance(leaf, Tensor) for leaf in leaves):
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+            raise TypeError(
+                "The model must return a tensor, tensors in a tuple or dict, or nothing, so that its "
+                f"values can be stacked over draws, but returns {kinds}."
+            )
         if self.likelihood is None:
             self.likelihood, self.structure = _StackedLikelihood(likelihood), structure
             self.entropy = entropy_of(base, likelihood)
@@ -300,21 +308,6 @@ class _Reader:
         if y is not None:
             found["log_density"] = observed_log_prob(node, y)
         return found
-
-    def _check(self, leaves: list[Any], size: int) -> None:
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
-            raise TypeError(
-                "The model must return a tensor, tensors in a tuple or dict, or nothing, so that its "
-                f"values can be stacked over draws, but returns {kinds}."
-            )
-        if self.num_batches > 1 and any(leaf.shape[:1] != (size,) for leaf in leaves):
-            raise ValueError(
-                "With `batch_size`, the model must return tensors with the examples as first "
-                f"dimension, {size} in a mini-batch, but returns shapes "
-                f"{[tuple(leaf.shape) for leaf in leaves]}. Leave `batch_size` out, or let the model "
-                "return nothing else."
-            )
 
     def kept(self, outputs: dict[str, Tensor], before: int) -> dict[str, Tensor]:
         """Return the kept parts of a pass that follows ``before`` draws."""

@@ -128,7 +128,7 @@ def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
     guide = ps.KTiedGuide(model)
     prediction = ps.predict(model, guide, x, num_samples=6)
     torch.testing.assert_close(prediction.functions, prediction.likelihood.mean.sum((1, 2)))
-    message = r"With `batch_size`, the model must return tensors with the examples"
+    message = r"With mini-batches, observations .* must have the examples"
     with pytest.raises(ValueError, match=message):
         ps.predict(model, guide, x, num_samples=6, batch_size=5)
     streamed = ps.predict(model, guide, x, num_samples=6, batch_size=5, stream=True)
