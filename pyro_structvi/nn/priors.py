@@ -18,6 +18,7 @@ from pyro_structvi._checks import (
     CheckedFields,
     NonNegative,
     Positive,
+    Rule,
     brief,
     check,
     check_broadcastable,
@@ -79,6 +80,12 @@ class FanIn(CheckedFields):
         return self.scale / math.sqrt(fan_in) if fan_in else self.vector_scale
 
 
+PositiveDistribution = Annotated[
+    torch.distributions.Distribution,
+    Rule("a distribution over positive numbers, such as `dist.HalfCauchy(1.0)`", is_positive),
+]
+
+
 @dataclass(frozen=True)
 class HierarchicalScale(CheckedFields):
     r"""Independent normals whose standard deviation is a separate latent site.
@@ -97,8 +104,8 @@ class HierarchicalScale(CheckedFields):
             :class:`FanIn`; or the fan-in itself, if the module does not define it.
 
     Raises:
-        TypeError: If ``prior`` is not a distribution.
-        ValueError: If it is not over positive numbers, or ``fan_in`` is not positive.
+        TypeError: If ``prior`` is not a distribution over positive numbers.
+        ValueError: If ``fan_in`` is not positive.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -111,19 +118,8 @@ class HierarchicalScale(CheckedFields):
         Neal (1996), "Bayesian learning for neural networks".
     """
 
-    prior: Any
+    prior: PositiveDistribution
     fan_in: bool | Positive = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        text = (
-            "`prior` must be a distribution over positive numbers, such as `dist.HalfCauchy(1.0)`, but "
-            f"got {brief(self.prior)}"
-        )
-        if not isinstance(self.prior, torch.distributions.Distribution):
-            raise TypeError(f"{text}.")
-        if not is_positive(self.prior):
-            raise ValueError(f"{text} over {self.prior.support}.")
 
 
 Prior = (

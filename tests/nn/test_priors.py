@@ -96,7 +96,7 @@ def test_a_name_that_is_taken_is_an_error():
 
 def test_a_prior_that_is_not_over_positive_numbers():
     for prior in (dist.Uniform(-1.0, 1.0), dist.Poisson(1.0)):
-        with pytest.raises(ValueError, match="`prior` must be a distribution over positive numb"):
+        with pytest.raises(TypeError, match="`prior` must be a distribution over positive numb"):
             ps.HierarchicalScale(prior)
 
 
