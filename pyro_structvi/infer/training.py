@@ -133,7 +133,7 @@ def fit(
         >>> history.elbo[-1] > history.elbo[0]
         True
     """
-    check_parts_of_fit(model, guide, optimizer, lr)
+    check_parts_of_fit(model, guide, optimizer)
     device = next((parameter.device for parameter in guide.parameters()), None)
     file = CheckpointFile(checkpoint, device)
     loader = as_batches(data, batch_size, device, file.place["seed"])
@@ -206,7 +206,7 @@ def _train(step: Callable[..., StepTerms], run: Run, file: CheckpointFile, bar: 
 # ---- arguments, of `fit` and of `pyro_structvi.lightning` -------------------------------------------
 
 
-def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) -> None:
+def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any) -> None:
     """Raise unless model and guide can be trained, and the optimizer is one of torch's."""
     if isinstance(model, StructuredGuide):
         raise TypeError(
