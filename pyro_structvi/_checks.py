@@ -10,7 +10,7 @@ from functools import cache, wraps
 from inspect import Parameter, Signature, getfile, signature
 from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pyro
@@ -72,26 +72,22 @@ def checked(target: T) -> T:
                     check(name, given[name], hints()[name])
         return target(*args, **kwargs)
 
-    checking.__signature__ = _of_types(own)  # type: ignore[attr-defined]
+    checking.__signature__ = _of_types(target)  # type: ignore[attr-defined]
     return checking  # type: ignore[return-value]
 
 
-def _without_rules(hint: Any) -> Any:
-    """Return an annotation as types alone, which a help text shows."""
-    if get_origin(hint) is Annotated:
-        return _without_rules(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return Union[tuple(map(_without_rules, get_args(hint)))]  # noqa: UP007  (of a tuple)
-    if get_origin(hint) in (tuple, list, Sequence, Mapping, Iterable):
-        return get_origin(hint)[tuple(map(_without_rules, get_args(hint)))]
-    return hint
-
-
-def _of_types(own: Signature) -> Signature:
-    """Return a signature with types alone."""
-    parameters = own.parameters.values()
+def _of_types(target: Callable[..., Any]) -> Signature:
+    """Return the signature of a function with types alone, which a help text shows."""
+    own, given = signature(target), target.__annotations__.items()
+    known = {
+        name: each for name, each in given if not isinstance(each, str)
+    }  # those in quotes may be later
+    hints = get_type_hints(SimpleNamespace(__annotations__=known))
     return own.replace(
-        parameters=[each.replace(annotation=_without_rules(each.annotation)) for each in parameters]
+        parameters=[
+            each.replace(annotation=hints.get(name, each.annotation))
+            for name, each in own.parameters.items()
+        ]
     )
 
 
@@ -99,9 +95,8 @@ class _PlainSignature:
     """The attribute ``__signature__`` of a class, with types alone."""
 
     def __get__(self, record: Any, kind: type) -> Signature:
-        own = signature(kind.__init__)  # type: ignore[misc]
-        _, *parameters = own.parameters.values()
-        return _of_types(own.replace(parameters=parameters))
+        own = _of_types(kind.__init__)  # type: ignore[misc]
+        return own.replace(parameters=[*own.parameters.values()][1:])
 
 
 class CheckedFields:
