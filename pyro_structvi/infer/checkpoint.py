@@ -26,9 +26,9 @@ from pyro_structvi.posterior.files import check_parts, parts_of, write_atomicall
 
 FORMAT = 5
 
-# Options of an optimizer that say how it computes, depend on the number of steps, or are compared
-# otherwise.
-NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable", "warm_up"}
+# Options of an optimizer that say how it computes, depend on the number of steps, are compared
+# otherwise, or follow from priors and starts.
+NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable", "warm_up", "unit"}
 
 STANDARDS = {f"{data}_{part}" for data in ("input", "target") for part in ("mean", "scale")}
 OF_LIKELIHOOD = STANDARDS | {"noise_scale", "class_weights"}  # buffers that no step changes
@@ -109,9 +109,7 @@ class Run:
             ],
         }
         for number, group in enumerate(optimizer.options):
-            # The size of a start is its unit, and both are restored from the file.
-            own = {"unit"} if group.get("of_start") else set()
-            for name in group.keys() - NOT_COMPARED - own:
+            for name in group.keys() - NOT_COMPARED:
                 self.settings[f"the option `{name}` of `optimizer` in group {number}"] = group[name]
         for name, buffer in _constants(loss):
             least, most = buffer.aminmax()
@@ -282,7 +280,8 @@ def _constants(loss: Loss) -> Iterator[tuple[str, torch.Tensor]]:
         own = part.named_buffers(recurse=False) if isinstance(part, Likelihood) else ()
         given = [(name, buffer) for name, buffer in own if name in OF_LIKELIHOOD]
         for name, buffer in (*given, *prior_buffers(part)):
-            yield f"{path}.{name}".removeprefix("."), buffer
+            if buffer.numel():
+                yield f"{path}.{name}".removeprefix("."), buffer
 
 
 def _as_tensor(values: list[Any]) -> Any:

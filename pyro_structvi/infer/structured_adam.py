@@ -163,8 +163,8 @@ class StructuredAdam(torch.optim.Optimizer):
                     factor = max(LEAST, factor**LOGARITHMS)
             groups[unit, waits, factor, start].append(value)
         warm_up = param_group.get("warm_up", self.defaults["warm_up"])
-        for (unit, waits, factor, start), each in groups.items():
-            own = {"params": each, "unit": factor * unit, "of_start": start is not None}
+        for (unit, waits, factor, _), each in groups.items():
+            own = {"params": each, "unit": factor * unit}
             super().add_param_group(param_group | own | {"warm_up": warm_up if waits else 0.0})
 
     @checked
