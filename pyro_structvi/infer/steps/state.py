@@ -172,8 +172,9 @@ class _Contents:
             return self._known[id(value)][0]
         self._known[id(value)] = len(self._known), value
         if isinstance(value, CONTAINERS):
-            named = value if isinstance(value, dict) else dict(enumerate(value))
-            return self.pairs(named) if len(named) <= self._most else key
+            if len(value) > self._most:
+                return key
+            return self.pairs(value if isinstance(value, dict) else dict(enumerate(value)))
         if isinstance(value, (np.ndarray, np.generic)):
             is_small = value.size <= self._most
             return (value.dtype, value.shape, value.tobytes()) if is_small else key
