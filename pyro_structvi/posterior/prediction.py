@@ -110,13 +110,12 @@ class Prediction:
             ValueError: If a level is not between 0 and 1, or the observations are classes.
         """
         levels = torch.as_tensor(q, dtype=q.dtype if isinstance(q, Tensor) else torch.float64)
-        if levels.dim() > 1 or not levels.is_floating_point() or not levels.numel():
+        has_levels = levels.dim() <= 1 and levels.is_floating_point() and levels.numel() > 0
+        if not has_levels or not bool(((levels > 0) & (levels < 1)).all()):
             raise ValueError(
-                f"`q` must be a number, or numbers (Q,), between 0 and 1, but got {levels.dtype} of "
-                f"shape {tuple(levels.shape)}."
+                "`q` must be a number, or numbers (Q,), strictly between 0 and 1 everywhere, but got "
+                f"{levels.dtype} of shape {tuple(levels.shape)}."
             )
-        if not bool(((levels > 0) & (levels < 1)).all()):
-            raise ValueError("`q` must be strictly between 0 and 1 everywhere.")
         likelihood = self._likelihood("quantiles")
         if isinstance(base_of(likelihood), (Categorical, OneHotCategorical)):
             raise ValueError(
