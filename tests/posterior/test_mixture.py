@@ -199,7 +199,7 @@ def test_quantiles_that_are_refused():
         predicted(make_classifier()).interval()
     prediction = predicted(make_regressor())
     for q in (0.0, float("nan"), torch.tensor([0.5, 2.0])):
-        with pytest.raises(ValueError, match="`q` must be a number.* strictly between 0 and 1"):
+        with pytest.raises(ValueError, match=r"`q` must be a number.* strictly between 0 and 1"):
             prediction.quantile(q)
     for level in (1.0, float("nan")):
         with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1"):
