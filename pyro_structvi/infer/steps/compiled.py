@@ -85,7 +85,7 @@ class CompiledStep(EagerStep):
         try:
             if call.key in self._refused:
                 raise NotCompiledError(self._refused[call.key])
-            return self._take_timed(call)
+            return self._take_of_kind(call)
         except NotCompiledError as error:
             reason = self._refuse(call, str(error))
             if not self._fallback:
@@ -105,6 +105,16 @@ class CompiledStep(EagerStep):
             self._last_state = self._state()
         steps = self.kinds.get((call.key, self._last_state), ())
         return next((step for step in steps if step.holds(call)), None)
+
+    def _take_of_kind(self, call: Call) -> list[float]:
+        """Take a step as its kind has it, or raise a ``NotCompiledError`` before anything changes."""
+        step = call.step = self.kind_of(call)
+        if step is None:
+            return self._take_first(call)
+        step.taken += 1
+        numbers = (step.to_come[0] if step.to_come else self._replay)(step, call)
+        del step.to_come[:1]
+        return numbers
 
     def _take_first(self, call: Call) -> list[float]:
         """Take the first step of a kind eagerly, and find the parameters."""
@@ -128,15 +138,8 @@ class CompiledStep(EagerStep):
         in_fit = self._num_steps < math.inf
         step = ReplayedStep(self.loss, self.optimizer, self._backend, not in_fit)
         step.to_come = [self._watch, self._compare, self._compare]  # a record, and a replay
+        step.to_come += [self._time for _ in range(TIMED if in_fit else 0)]
         self.kinds.setdefault(key, []).append(step)
-        return numbers
-
-    def _take_known(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Take a later step of a kind, or raise a ``NotCompiledError`` before anything has changed."""
-        if not step.to_come:
-            return self._replay(step, call)
-        numbers = step.to_come[0](step, call)
-        del step.to_come[0]
         return numbers
 
     def _watch(self, step: ReplayedStep, call: Call) -> list[float]:
@@ -215,19 +218,13 @@ class CompiledStep(EagerStep):
 
     # ---- compiling, in a fit ---------------------------------------------------------------------
 
-    def _take_timed(self, call: Call) -> list[float]:
-        """Take a step, and let inductor compile its record after the last replay that is timed."""
-        step = call.step = self.kind_of(call)
-        if step is None:
-            return self._take_first(call)
-        step.taken += 1
-        if self._num_steps == math.inf or not step.is_ready or len(step.seconds) == TIMED:
-            return self._take_known(step, call)
+    def _time(self, step: ReplayedStep, call: Call) -> list[float]:
+        """Replay a step; after the last one that is timed let inductor compile, if that pays."""
         start = time.perf_counter()
-        numbers = self._take_known(step, call)
-        step.seconds.append(time.perf_counter() - start)
-        if len(step.seconds) == TIMED:
-            traced, eager = min(step.seconds), step.eager_seconds
+        numbers = self._replay(step, call)
+        step.seconds = min(step.seconds, time.perf_counter() - start)
+        if not step.to_come[1:]:
+            traced, eager = step.seconds, step.eager_seconds
             self._note(f"traced in {1e3 * traced:.3g} ms a step, {1e3 * eager:.3g} ms eager")
             to_come = (self._num_steps - self._taken) * step.taken / self._taken
             gain = SAVED_PER_TRACING * (1 - traced / eager) * traced * to_come
@@ -244,7 +241,7 @@ class CompiledStep(EagerStep):
         except NotCompiledError as error:
             self._note(f"not compiled: {error}")
         else:
-            step.to_come = [self._compare]
+            step.to_come.append(self._compare)
             self._note(f"compiled in {time.perf_counter() - start:.2g} s")
 
     def _say(self, reason: str) -> None:

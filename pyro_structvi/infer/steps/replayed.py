@@ -71,13 +71,13 @@ class ReplayedStep:
         updates: Whether a call updates the parameters; otherwise it sets their gradients.
         generators: The random generators of the host and of the parameters' devices.
         taken: The number of steps of this kind.
-        eager_seconds: The shortest duration of Python's; ``seconds`` are those of replays.
+        eager_seconds: The shortest duration of Python's; ``seconds`` is that of replays.
         is_compiled: Whether :meth:`compile` has compiled the record.
     """
 
     taken = 1
     is_compiled = False
-    eager_seconds = math.inf
+    eager_seconds = seconds = math.inf
 
     def __init__(
         self, loss: Loss, optimizer: OneOptimizer, backend: str | None, others_step: bool
@@ -97,7 +97,6 @@ class ReplayedStep:
         # Fused optimizers read single precision on a GPU, and any on a CPU.
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=self.device) for _ in optimizer.groups]
-        self.seconds: list[float] = []
         self._records: list[Record] = []  # of loss and gradients, and of the update
         self._graph: CUDAGraph | None = None
 
@@ -136,7 +135,7 @@ class ReplayedStep:
                 outputs = self._make_records(call, inputs, undo)
             elif not self._captures:
                 outputs = self._replay(inputs)
-            elif self.to_come:
+            elif undo is not None:  # as a capture will be, which is compared before
                 outputs = self._warm_up(inputs)
             else:
                 if self._graph is None:
