@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from copy import copy
 from operator import is_not
 from types import FrameType
 from typing import Any, TypeVar
@@ -182,14 +181,16 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     python = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
     kinds = [(each, type(each)) for each in python]
     parts = (part for each in python for part in (vars(each), *vars(each).values()))
-    kept = [(part, copy(part)) for part in parts if isinstance(part, (dict, list))]
+    parts = (part for part in parts if isinstance(part, (dict, list)))
+    kept = [(part, {**part} if isinstance(part, dict) else [*part]) for part in parts]
     is_over = False
     try:
         yield
         is_over = True
     finally:
         for part, own in kept:
-            if not is_over or any(map(_belongs_to_pass, tree_leaves(_new_in(part, own)))):
+            new = _new_in(part, own)
+            if not is_over or (new and any(map(_belongs_to_pass, tree_leaves(new)))):
                 part.clear()
                 part.update(own) if isinstance(part, dict) else part.extend(own)
         for module, kind in kinds if not is_over else ():

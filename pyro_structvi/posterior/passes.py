@@ -281,7 +281,7 @@ class Passes:
         if not self._in_turn and len(next(nested_tensors(draws))) > 1:
             found = in_one_pass(run, draws, modules_of(self._model))
             self._in_turn = found is None
-            if found is not None and not any(value.isnan().any() for value in found.values()):
+            if found is not None and not any(value.sum().isnan() for value in found.values()):
                 return found
         return stack_draws([run(_only(one)) for one in _split(draws, 1)])
 

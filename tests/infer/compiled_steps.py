@@ -71,7 +71,7 @@ def assert_same(make, data, rtol=1e-10, **options):
     torch.testing.assert_close(own_losses, losses, rtol=rtol, atol=0)
     assert own_state.keys() == state.keys()
     torch.testing.assert_close(own_state, state, rtol=1e-6, atol=1e-7)
-    assert all(step.is_ready for step in steps_of(svi))
+    assert all(not step.to_come for step in steps_of(svi))
     return losses
 
 

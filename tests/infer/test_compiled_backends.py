@@ -221,7 +221,7 @@ def test_captured_steps_of_several_shapes_share_learning_rates(as_on_a_gpu):
             svi.optimizer.param_groups[0]["lr"] = 0.0
             before = {name: value.clone() for name, value in guide.state_dict().items()}
         svi.step(x[:size], y[:size])
-    assert all(step.is_ready for step in steps_of(svi))
+    assert all(not step.to_come for step in steps_of(svi))
     torch.testing.assert_close(dict(guide.state_dict()), before, rtol=0, atol=0)
 
 

@@ -114,7 +114,7 @@ def test_each_branch_that_inputs_choose_is_a_record_of_its_own():
     losses, _, svi = train(make, data, compiled=True, steps=18)
     assert losses == expected
     assert len(steps_of(svi)) == 2
-    assert all(step.is_ready for step in steps_of(svi))
+    assert all(not step.to_come for step in steps_of(svi))
 
 
 def test_constants_can_be_read_outside_of_other_tracers():

@@ -101,11 +101,6 @@ class ReplayedStep:
         self._graph: CUDAGraph | None = None
 
     @property
-    def is_ready(self) -> bool:
-        """Whether nothing is left to compare or capture."""
-        return not self.to_come and (self._graph is not None or not self._captures)
-
-    @property
     def num_operations(self) -> int:
         """The number of recorded operations of loss and gradients."""
         return len(self._records[0].operations)
