@@ -3,7 +3,7 @@
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any
@@ -24,10 +24,11 @@ from pyro_structvi._torch import (
     own_tensors,
 )
 from pyro_structvi.nn.random_module import buffers_that_change
+from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-BY_IDENTITY = (Tensor, nn.Module, ModuleType, FunctionType, type, LatentSite)
+BY_IDENTITY = (Tensor, nn.Module, ModuleType, FunctionType, type, LatentSite, Family)
 LIBRARIES = {"torch", "pyro", "pyro_structvi"}
 CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 MOST = 100  # values of a container or an array, and objects, that are looked at before each step
@@ -102,15 +103,15 @@ class Modules:
         for place, function in zip(("the model", "the guide"), self._functions, strict=True):
             state[place] = found.pairs(named_by(function))
         for number, module in enumerate(self):
-            known = OF_TENSORS | made_by_hooks(module)
-            own = {name: value for name, value in vars(module).items() if name not in known}
+            computed = made_by_hooks(module)
+            known = OF_TENSORS | computed if computed else OF_TENSORS
             tensors = [
                 (name, identity(value), value.requires_grad, value.data_ptr())
                 for name, value in own_tensors(module).items()
             ]
             hooks = "hooks", module, *hook_numbers(module)
             place = f"module {number}, a {type(module).__name__}"
-            state[place] = (*found.pairs(own), *tensors, hooks)
+            state[place] = (*found.pairs(vars(module), known), *tensors, hooks)
             if with_memory:
                 state[place] += (("hooks", found.of(forward_hooks(module))),)
         if with_memory:
@@ -156,11 +157,14 @@ class _Contents:
         self._most = most
         self._known: dict[int, tuple[int, Any]] = {}  # numbers, and the values so that they stay
 
-    def pairs(self, named: Mapping[Any, Any]) -> tuple[tuple[Any, ...], ...]:
+    def pairs(
+        self, named: Mapping[Any, Any], left_out: Collection[str] = frozenset()
+    ) -> tuple[tuple[Any, ...], ...]:
         """Return names with types and keys."""
         return tuple([
             (name, type(value), value if type(value) in PLAIN else self.of(value))
             for name, value in named.items()
+            if name not in left_out
         ])
 
     def of(self, value: Any) -> Hashable:
@@ -179,7 +183,7 @@ class _Contents:
             is_small = value.size <= self._most
             return (value.dtype, value.shape, value.tobytes()) if is_small else key
         kind: Any = type(value)
-        if kind.__hash__ is not object.__hash__:
+        if kind.__hash__ not in (None, object.__hash__):
             with suppress(TypeError):
                 key = frozenset([value])  # which compares only values of one hash
         if len(self._known) > 2 * self._most:  # an object has a dictionary
