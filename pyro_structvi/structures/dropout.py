@@ -18,7 +18,7 @@ from pyro_structvi.sites.family import ContinuousFamily, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size
-from pyro_structvi.weights.outputs import OutputDistribution, with_bias
+from pyro_structvi.weights.outputs import OutputDistribution
 from pyro_structvi.weights.site_distributions import (
     JoinedPrior,
     PointMass,
@@ -26,7 +26,7 @@ from pyro_structvi.weights.site_distributions import (
     normal_cross_entropy,
     quantiles,
 )
-from pyro_structvi.weights.weight_distribution import Way, WeightDistribution, bias_moments
+from pyro_structvi.weights.weight_distribution import Way, WeightDistribution
 
 
 class BernoulliDropout(WeightDistribution):
@@ -175,7 +175,7 @@ class BernoulliDropout(WeightDistribution):
         return of_one.sum() * self.num_channels
 
     def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+        self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
     ) -> TorchDistribution:
         """Return the outputs, exact over positions; a ``ValueError`` if the map has other inputs."""
         if "outputs" not in self.ways_to_apply(linear_map, x):
@@ -185,9 +185,7 @@ class BernoulliDropout(WeightDistribution):
                 f"has {x.shape[linear_map.channel_dim]} inputs in {linear_map.groups} groups. Apply a "
                 "draw of the weight, from `rsample()`."
             )
-        bias_loc, bias_variance = bias_moments(bias)
-        outputs = _DropoutOutputs(self, linear_map, x, bias_loc)
-        return with_bias(outputs, linear_map, bias_variance, is_shared=True)
+        return _DropoutOutputs(self, linear_map, x, bias)
 
 
 class _DropoutOutputs(OutputDistribution):

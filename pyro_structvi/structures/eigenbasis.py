@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Unpack
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -19,7 +18,7 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import cholesky_factor, unit_of_row
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument, orthogonal
-from pyro_structvi.weights.outputs import MixedOutputs, with_bias
+from pyro_structvi.weights.outputs import MixedOutputs
 from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
@@ -108,15 +107,12 @@ class EigenbasisNormal(GaussianWeight):
         diagonal = rotated.diagonal(dim1=-2, dim2=-1) @ self.scale.square().mT
         return (self.row_basis * diagonal.unsqueeze(-2)) @ self.row_basis.mT
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> TorchDistribution:
+    def image_around(self, mean: Tensor, linear_map: LinearMap, x: Tensor) -> MixedOutputs:
         """Return normals that are correlated over channels, and independent over positions."""
         rotated = linear_map.bank(x, self.column_basis.mT).to(self.loc.dtype)
         variance = linear_map.mix(rotated.square(), self.scale.square())
         scales = floored_sqrt(variance).movedim(linear_map.channel_dim, -1)
-        outputs = MixedOutputs(linear_map, mean, scales, self.row_basis)
-        return with_bias(outputs, linear_map, bias_variance)
+        return MixedOutputs(linear_map, mean, scales, self.row_basis)
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "EigenbasisNormal | None":

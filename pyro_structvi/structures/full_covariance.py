@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Unpack
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -26,7 +25,7 @@ from pyro_structvi.sites.parameterization import (
 )
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.outputs import GaussianOutputs, with_bias
+from pyro_structvi.weights.outputs import GaussianOutputs
 from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
@@ -91,12 +90,9 @@ class FullNormal(GaussianWeight):
         """Sample the weight of a convolution, cheaper than a bank of filters for each example."""
         return ("outputs", "weight") if linear_map.is_dense else ("weight",)
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> TorchDistribution:
+    def image_around(self, mean: Tensor, linear_map: LinearMap, x: Tensor) -> "_FullOutputs":
         """Return outputs of a dense map, without a density for more positions than inputs."""
-        outputs = _FullOutputs(self, x, mean, linear_map.event_dim(mean))
-        return with_bias(outputs, linear_map, bias_variance, is_shared=True)
+        return _FullOutputs(self, x, mean, linear_map.event_dim(mean))
 
 
 class _FullOutputs(GaussianOutputs):

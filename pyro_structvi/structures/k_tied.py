@@ -19,7 +19,6 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import Argument, check_index
-from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
@@ -90,19 +89,15 @@ class KTiedNormal(IndependentWeight):
         rows, columns = self.row_scale.squeeze(-1), self.column_scale.squeeze(-1)
         return 2 * (columns.shape[-1] * rows.log().sum(-1) + rows.shape[-1] * columns.log().sum(-1))
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> NormalOutputs:
+    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
         # For groups of few outputs, as in depthwise convolutions, one call with the dense variances is
         # faster than two calls with factors.
         products = self.rank * (self.rank + 1) // 2
         if len(self.loc) <= products * linear_map.groups and not self.batch_shape:
-            variances = self.as_matrix(self.stddev.square())
-            return NormalOutputs(linear_map, mean, linear_map(x * x, variances, bias_variance))
+            return linear_map(x * x, self.as_matrix(self.stddev.square()))
         hidden = linear_map.bank(x * x, _pairwise_products(self.column_scale))
         mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
-        variance = linear_map.mix(hidden, mixing, bias_variance)
-        return NormalOutputs(linear_map, mean, variance)
+        return linear_map.mix(hidden, mixing)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
         check_index(self, index)

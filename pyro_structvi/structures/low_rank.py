@@ -24,7 +24,6 @@ from pyro_structvi.linalg.matrices import (
     grad_cached_property,
     identity_like,
     row_gram,
-    shrink,
     standard_normal,
 )
 from pyro_structvi.maps.calls import Arrangement
@@ -185,17 +184,13 @@ class LowRankNormal(GaussianWeight):
         low_rank = self.alpha**0.5 * (of_factors.unsqueeze(-2) @ self._flat_factors)
         return torch.addcmul(low_rank.reshape(shape), of_diagonal.reshape(shape), self.scale)
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> GaussianOutputs:
+    def image_around(self, mean: Tensor, linear_map: LinearMap, x: Tensor) -> GaussianOutputs:
         if self.is_isotropic:
             unit = meet_channels(linear_map, self.scale.square().reshape(*self.batch_shape, 1))
             # One channel if all outputs have the same inputs.
             variance = unit * linear_map.squared_norm(x, self.event_shape[0])
-            if bias_variance is not None:
-                variance = variance + meet_channels(linear_map, shrink(bias_variance, 1))
         else:
-            variance = linear_map(x * x, self.as_matrix(self.scale.square()), bias_variance)
+            variance = linear_map(x * x, self.as_matrix(self.scale.square()))
         return _LowRankOutputs(self, linear_map, x, mean, variance)
 
     def spread(self, moment: Tensor) -> Tensor:

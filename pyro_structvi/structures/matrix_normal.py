@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Unpack
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -19,7 +18,7 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import cholesky_factor, initial_factor
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.outputs import MixedOutputs, with_bias
+from pyro_structvi.weights.outputs import MixedOutputs
 from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
@@ -117,15 +116,12 @@ class MatrixNormal(GaussianWeight):
         traces = (columns * moment).sum((-2, -1), keepdim=True)
         return traces * (self.scale_tril_row @ self.scale_tril_row.mT)
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> TorchDistribution:
+    def image_around(self, mean: Tensor, linear_map: LinearMap, x: Tensor) -> MixedOutputs:
         """Return normals that are correlated over channels, and independent over positions."""
         whitened = linear_map.bank(x, self.scale_tril_column.mT)
         squares = whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
         norms = floored_sqrt(squares).unsqueeze(-1)
-        outputs = MixedOutputs(linear_map, mean, norms, self.scale_tril_row)
-        return with_bias(outputs, linear_map, bias_variance)
+        return MixedOutputs(linear_map, mean, norms, self.scale_tril_row)
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "MatrixNormal | None":

@@ -37,7 +37,6 @@ from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import check_index
-from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.site_distributions import image_of_quantiles, quantiles
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 
@@ -94,11 +93,8 @@ class MeanFieldNormal(IndependentWeight):
     def stddev(self) -> Tensor:
         return self.scale
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> NormalOutputs:
-        variance = linear_map(x * x, self.as_matrix(self.variance), bias_variance)
-        return NormalOutputs(linear_map, mean, variance)
+    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        return linear_map(x * x, self.as_matrix(self.variance))
 
     def rows(self, index: Tensor) -> Self:
         check_index(self, index)

@@ -16,9 +16,9 @@ from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size, check_parameters
-from pyro_structvi.weights.outputs import meet_channels, with_bias
+from pyro_structvi.weights.outputs import meet_channels
 from pyro_structvi.weights.site_distributions import PointMass, quantiles
-from pyro_structvi.weights.weight_distribution import WeightDistribution, bias_moments
+from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 
 @dataclass(frozen=True)
@@ -147,17 +147,15 @@ class PointMixture(WeightDistribution):
         return members[torch.arange(batch, device=members.device), chosen].reshape(shape)
 
     def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+        self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
     ) -> TorchDistribution:
         """Return a mixture of the K outputs of each example, exact over positions."""
         linear_map = self.map_for_batch(linear_map)
-        bias_loc, bias_variance = bias_moments(bias)
         count, out = self.members.shape[self._member_dim], self.event_shape[0]
         images = linear_map.stack(x, self.members.reshape(*self.batch_shape, count, out, -1))
-        if bias_loc is not None:
-            images = images + meet_channels(linear_map, bias_loc)
-        outputs = PointMixture(images, linear_map.event_dim(images.flatten(0, 1)), False)
-        return with_bias(outputs, linear_map, bias_variance, is_shared=True)
+        if bias is not None:
+            images = images + meet_channels(linear_map, bias)
+        return PointMixture(images, linear_map.event_dim(images.flatten(0, 1)), False)
 
     @property
     def _member_dim(self) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pyro_structvi.maps import Arrangement, BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
 from pyro_structvi.moments.linear import with_column
-from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.testing.noise import draw_with_noise
 from pyro_structvi.testing.weights import MOST_DRAWS, Subject, dense_of_batch, has_image
 from pyro_structvi.weights.weight_distribution import FactoredWeight
@@ -145,7 +144,7 @@ class _Layer:
     name: str
     linear_map: LinearMap  # with a joined bias, of the weight without its last column
     x_shape: tuple[int, ...]
-    bias: Literal["none", "known", "random", "joined"] = "random"
+    bias: Literal["none", "known", "joined"] = "known"
 
     def of_weight(self, q: Any, x: Tensor) -> tuple[LinearMap, Tensor]:
         """Return map and input for a distribution of weights."""
@@ -192,12 +191,9 @@ def _check_layer(given: Subject, layer: _Layer) -> None:
     if "outputs" not in ways:
         return
     channel, position = layer.places(mean, out)
-    loc, scale = torch.randn(out).requires_grad_(), (torch.rand(out) + 0.5).requires_grad_()
-    bias = {"known": loc, "random": MeanFieldNormal(loc, scale)}.get(layer.bias)
+    bias = torch.randn(out).requires_grad_() if layer.bias == "known" else None
     if bias is not None:
-        mean = mean + loc[channel].reshape(mean.shape[mean.dim() - linear_map.event_dim(mean) :])
-    if layer.bias == "random":
-        covariance = covariance + scale.square().diag()[channel][:, channel]
+        mean = mean + bias[channel].reshape(mean.shape[mean.dim() - linear_map.event_dim(mean) :])
     image = q.image_under(linear_map, seen, bias)
     found_shape = image.batch_shape + image.event_shape
     s.equal(f"the outputs of {name} have their shape", found_shape, mean.shape)
@@ -217,7 +213,7 @@ def _layers_for(event_shape: tuple[int, ...]) -> Iterator[_Layer]:
     out, size = event_shape[0], torch.Size(event_shape[1:]).numel()
     if len(event_shape) == 2:
         dense = DenseMap()
-        yield _Layer("a dense layer, one input", dense, (size,), "known")
+        yield _Layer("a dense layer, one input", dense, (size,))
         yield _Layer("a dense layer", dense, (2, size))
         yield _Layer("a dense layer with positions", dense, (2, 2, size))
         yield _Layer("a dense layer on a grid", dense, (1, 2, 1, size), "none")
@@ -232,7 +228,7 @@ def _layers_for(event_shape: tuple[int, ...]) -> Iterator[_Layer]:
         function = (F.conv1d, F.conv2d, F.conv3d)[len(lengths) - 1]
         map_of = partial(ConvolutionMap, function, kernel)
         yield _Layer("a convolution", map_of(padding=1, stride=2), (2, channels, *space))
-        yield _Layer("a convolution, one input", map_of(), (channels, *space), "known")
+        yield _Layer("a convolution, one input", map_of(), (channels, *space))
         if out % 2 == 0:
             grouped = map_of(groups=2)
             yield _Layer("a convolution with groups", grouped, (1, 2 * channels, *space))

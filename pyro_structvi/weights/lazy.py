@@ -26,7 +26,7 @@ from pyro_structvi.maps.calls import (
     rewritten,
 )
 from pyro_structvi.maps.linear_map import BiasColumnMap, FactoredDraw, LinearMap, shape_per_example
-from pyro_structvi.weights.outputs import flipout
+from pyro_structvi.weights.outputs import NormalOutputs, flipout
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.weight_distribution import (
     FactoredWeight,
@@ -295,9 +295,7 @@ class LazyWeight(WeightPlaceholder):
         for way in distribution.ways_to_apply(application.linear_map, application.x):
             if way == "outputs" and self._may_sample_outputs_of(application):
                 if distribution.has_exact_positions or not is_exact:
-                    return self._sample_image(
-                        application, lambda *args: distribution.image_under(*args).rsample()
-                    )
+                    return self._sample_image(application, distribution.image_under)
                 is_independent = isinstance(distribution, IndependentWeight)
                 if self.use.local_reparam == "flipout" and is_independent:
                     return self._sample_image(application, partial(flipout, distribution))
@@ -314,26 +312,29 @@ class LazyWeight(WeightPlaceholder):
         return None
 
     def _sample_image(
-        self, application: Application, sample: Callable[[LinearMap, Tensor, Any], Tensor]
+        self, application: Application, image_under: Callable[[LinearMap, Tensor, Any], Any]
     ) -> Tensor:
-        """Sample outputs of a linear map with a bias.
+        """Sample outputs of a linear map with a bias, by their distribution or by flipout.
 
-        A lazy bias with independent elements adds its variance. A correlated one, and any where an
-        example has several positions, is sampled once for each example.
+        A lazy bias with independent elements adds its variance to independent outputs of one position.
+        Any other is sampled once for each example.
         """
         linear_map, x, _, bias, _ = application
         self._refuse_second_use()
-        shift = None
+        q = None
         if isinstance(bias, LazyWeight) and bias._may_sample_outputs(x):
             bias._refuse_second_use()
             bias.sampled, q = "outputs", bias.distribution
-            if linear_map.has_positions(x) or not isinstance(q, IndependentWeight):
-                bias, shift = None, _sample_bias(q, linear_map, x)
-            else:
-                bias = q
-        outputs = sample(linear_map, x, as_drawn(bias))
+            bias = q.mean
+        image, noise = image_under(linear_map, x, as_drawn(bias)), None
+        is_one = isinstance(image, NormalOutputs) and not linear_map.has_positions(x)
+        if is_one and isinstance(q, IndependentWeight):
+            image = NormalOutputs(linear_map, image.loc, image.variance + q.variance)
+        elif q is not None:
+            noise = _sample_noise(q, linear_map, x)
+        outputs = image if isinstance(image, Tensor) else image.rsample()
         self.sampled = "outputs"
-        return _in_layer_dtype(outputs if shift is None else outputs + shift, x, self.dtype)
+        return _in_layer_dtype(outputs if noise is None else outputs + noise, x, self.dtype)
 
     def _apply_factors(self, application: Application) -> Tensor:
         """Apply a sample of the weight in factors, the same in each use."""
@@ -420,9 +421,9 @@ def _in_layer_dtype(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return outputs
 
 
-def _sample_bias(q: WeightDistribution, linear_map: LinearMap, x: Tensor) -> Tensor:
-    """Sample one bias for each example, in a shape that broadcasts over positions."""
-    draw = q.rsample(x.shape[: x.dim() - linear_map.event_dim(x)])
+def _sample_noise(q: WeightDistribution, linear_map: LinearMap, x: Tensor) -> Tensor:
+    """Sample a bias around its mean for each example, in a shape that broadcasts over positions."""
+    draw = q.rsample(x.shape[: x.dim() - linear_map.event_dim(x)]) - q.mean
     return draw.reshape(shape_per_example(linear_map, x, draw.shape[-1]))
 
 

@@ -62,21 +62,10 @@ class GaussianOutputs(OutputDistribution):
 
 
 class NormalOutputs(GaussianOutputs):
-    """Independent normals over the outputs of a map.
+    """Independent normals over the outputs of a map, whose variances have the shape of the mean."""
 
-    ``bias_variance (out,)``, if any, is added to the variances, which have the shape of the mean.
-    """
-
-    def __init__(
-        self,
-        linear_map: LinearMap,
-        mean: Tensor,
-        variance: Tensor,
-        bias_variance: Tensor | None = None,
-    ) -> None:
+    def __init__(self, linear_map: LinearMap, mean: Tensor, variance: Tensor) -> None:
         super().__init__(mean, linear_map.event_dim(mean))
-        if bias_variance is not None:
-            variance = variance + meet_channels(linear_map, bias_variance)
         self._variance = variance
 
     @property
@@ -142,66 +131,6 @@ class MixedOutputs(GaussianOutputs):
         noise = self._scales * standard_normal(channels_last, self.loc)
         draws = DenseMap()(noise.to(self._factor.dtype), self._factor)
         return self.loc + draws.movedim(-1, self._channel_dim)
-
-
-class _WithBias(GaussianOutputs):
-    """Outputs plus the noise of a bias with independent elements, for each example or each position."""
-
-    def __init__(
-        self, outputs: Any, linear_map: LinearMap, bias_variance: Tensor, is_shared: bool
-    ) -> None:
-        self._outputs, self._is_shared = outputs, is_shared
-        self._bias_variance = meet_channels(linear_map, bias_variance)
-        event_dim = len(outputs.event_shape)
-        self._set_shapes(outputs.batch_shape + outputs.event_shape, event_dim)
-
-    @property
-    def loc(self) -> Tensor:  # type: ignore[override]
-        mean: Tensor = self._outputs.mean
-        return mean
-
-    @property
-    def variance(self) -> Tensor:
-        variance: Tensor = self._outputs.variance
-        return variance + self._bias_variance
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        noise = torch.arange(self._noise_shape.numel(), device=self._bias_variance.device)
-        noise = noise.reshape(self._noise_shape).expand(self.event_shape).flatten()
-        variances = self._bias_variance.expand(self.event_shape).flatten()
-        covariance: Tensor = self._outputs.covariance_matrix
-        return covariance + (noise == noise.unsqueeze(-1)) * variances
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        draws: Tensor = self._outputs.rsample(sample_shape)
-        examples = draws.shape[: draws.dim() - len(self.event_shape)]
-        noise = standard_normal(examples + self._noise_shape, draws)
-        return torch.addcmul(draws, noise, floored_sqrt(self._bias_variance))
-
-    @property
-    def _noise_shape(self) -> torch.Size:
-        own = self._bias_variance.shape
-        shared = [1 for _ in range(len(self.event_shape) - len(own))]
-        return torch.Size([*shared, *own]) if self._is_shared else self.event_shape
-
-    @property
-    def _dense(self) -> MultivariateNormal:
-        if not isinstance(self._outputs, GaussianOutputs):
-            raise NotImplementedError
-        return super()._dense
-
-
-def with_bias(
-    outputs: Any, linear_map: LinearMap, bias_variance: Tensor | None, is_shared: bool = False
-) -> Any:
-    """Return outputs with the noise of a bias with the variances ``(out,)``; as they are for None.
-
-    The noise is the same at all positions of an example if it is shared, else independent.
-    """
-    if bias_variance is None:
-        return outputs
-    return _WithBias(outputs, linear_map, bias_variance, is_shared)
 
 
 def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:

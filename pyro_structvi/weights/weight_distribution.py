@@ -155,14 +155,14 @@ class WeightDistribution(TensorDistribution):
         raise NotImplementedError
 
     def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+        self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
     ) -> TorchDistribution:
         """Return the distribution of ``linear_map(x, W) + bias``, independent over examples.
 
-        Called only where :meth:`ways_to_apply` has ``"outputs"``. The bias is a tensor ``(out,)``, or
-        an independent distribution with independent elements. The marginal of each output is exact;
-        correlations between the positions of an example that stem from independent elements are
-        dropped. A class without it overrides :meth:`ways_to_apply`, so that its weights are sampled.
+        Called only where :meth:`ways_to_apply` has ``"outputs"``. The bias is ``(out,)``. The marginal
+        of each output is exact; correlations between the positions of an example that stem from
+        independent elements are dropped. A class without it overrides :meth:`ways_to_apply`, so that
+        its weights are sampled.
         """
         raise NotImplementedError(NO_OUTPUTS.format(type(self).__name__, "image_under"))
 
@@ -255,18 +255,6 @@ class FactoredWeight(WeightDistribution, abstract=True):
         raise NotImplementedError
 
 
-def bias_moments(bias: Tensor | WeightDistribution | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mean and the variance of a bias, None, a tensor or with independent elements."""
-    if bias is None or isinstance(bias, Tensor):
-        return bias, None
-    if not isinstance(bias, IndependentWeight):
-        raise ValueError(
-            f"`bias` must be a tensor or have independent elements, but got a "
-            f"{type(bias).__name__}. Pass a draw of it for each example."
-        )
-    return bias.mean, bias.variance
-
-
 def noise_columns(q: Any) -> Tensor:
     """Return the columns of ``A``, ``(noise, *batch_shape, *event_shape)``; for small sizes."""
     size, like = q.noise_shape.numel(), q._first_parameter
@@ -328,14 +316,9 @@ class GaussianWeight(WeightDistribution, abstract=True):
         diagonal = self.covariance_matrix.diagonal(dim1=-2, dim2=-1)
         return diagonal.reshape(*self.batch_shape, *self.event_shape)
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> TorchDistribution:
-        """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
-
-        The mean includes the bias; ``bias_variance (out,)`` is None for a fixed bias.
-        """
-        return NormalOutputs(linear_map, mean, self.output_variance(linear_map, x), bias_variance)
+    def image_around(self, mean: Tensor, linear_map: LinearMap, x: Tensor) -> TorchDistribution:
+        """Return the distribution of ``linear_map(x, W) + bias`` around its mean."""
+        return NormalOutputs(linear_map, mean, self.output_variance(linear_map, x))
 
     # ---- provided --------------------------------------------------------------------------------
 
@@ -370,19 +353,18 @@ class GaussianWeight(WeightDistribution, abstract=True):
         has_own_image = type(self).image_under is not GaussianWeight.image_under
         if has_own_image or "outputs" not in self.ways_to_apply(linear_map, x):
             return super().image_variance(linear_map, x, mean)
-        around = self.image_around(mean, self.map_for_batch(linear_map), x, None)
+        around = self.image_around(mean, self.map_for_batch(linear_map), x)
         variance: Tensor = around.variance
         return variance
 
     def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
+        self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
     ) -> TorchDistribution:
         linear_map = self.map_for_batch(linear_map)
-        bias_loc, bias_variance = bias_moments(bias)
-        mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
+        mean = linear_map(x, self.as_matrix(self.loc), bias)
         x = x.to(self.loc.dtype) if autocasts(x) else x
         with autocast_off(x):
-            return self.image_around(mean, linear_map, x, bias_variance)
+            return self.image_around(mean, linear_map, x)
 
 
 class IndependentWeight(GaussianWeight, abstract=True):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import PointMixture
-from pyro_structvi.maps import DenseMap
 from pyro_structvi.testing import check_distribution
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 from tests.distributions.cases import (
@@ -13,7 +12,6 @@ from tests.distributions.cases import (
     OF_CLASSES,
     VECTOR,
     cases_of_registry,
-    make_full,
 )
 from tests.distributions.subject import FLOAT64, with_arguments
 from tests.unit_noise import assert_close
@@ -79,12 +77,6 @@ def covariance_of_members(q):
 def test_contract_of_a_mixture_of_points(batch_shape, event_shape):
     q = PointMixture(torch.randn(*batch_shape, 3, *event_shape), event_dim=len(event_shape))
     check_distribution(q, mean=mean_of_members, covariance=covariance_of_members)
-
-
-def test_a_correlated_bias_is_refused():
-    q, bias = CASES[0].make((), MATRIX, FLOAT64), make_full((), MATRIX[:1], FLOAT64)
-    with pytest.raises(ValueError, match="`bias` must be a tensor or have independent elements"):
-        q.image_under(DenseMap(), torch.randn(5, MATRIX[1]), bias)
 
 
 @pytest.mark.gpu

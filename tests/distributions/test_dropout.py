@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Laplace, Normal, StudentT, kl_divergence
 
-from pyro_structvi.distributions import BernoulliDropout, MeanFieldNormal
+from pyro_structvi.distributions import BernoulliDropout
 from pyro_structvi.maps import ConvolutionMap, DenseMap
 from pyro_structvi.testing.noise import assert_mean
 from tests.lazy_weights import lazy
@@ -90,18 +90,14 @@ MAPS = {
 def test_outputs_have_the_moments_of_all_outputs(shape, groups, linear_map, x_shape):
     q, x = make(shape, groups=groups), torch.randn(x_shape)
     weights, probabilities = every_weight(q)
-    for bias in (torch.randn(4), MeanFieldNormal(torch.randn(4), torch.rand(4) + 0.1)):
-        is_random = isinstance(bias, MeanFieldNormal)
-        known, variance = (bias.mean, bias.variance) if is_random else (bias, torch.zeros(4))
-        outputs = torch.stack([linear_map(x, q.as_matrix(weight), known) for weight in weights])
-        positions = outputs[0, 0, 0].numel()
-        noise = torch.kron(torch.diag(variance), torch.ones(positions, positions))
-        image = q.image_under(linear_map, x, bias)
-        for index in range(2):
-            mean, covariance = moments(outputs[:, index], probabilities)
-            close(image.mean[index].flatten(), mean)
-            close(image.covariance_matrix[index], covariance + noise)
-            close(image.variance[index].flatten(), (covariance + noise).diagonal())
+    bias = torch.randn(4)
+    outputs = torch.stack([linear_map(x, q.as_matrix(weight), bias) for weight in weights])
+    image = q.image_under(linear_map, x, bias)
+    for index in range(2):
+        mean, covariance = moments(outputs[:, index], probabilities)
+        close(image.mean[index].flatten(), mean)
+        close(image.covariance_matrix[index], covariance)
+        close(image.variance[index].flatten(), covariance.diagonal())
 
 
 @pytest.mark.parametrize(("groups", "own_groups"), [(1, 1), (2, 1), (2, 2)])
@@ -115,19 +111,6 @@ def test_each_example_of_an_image_is_one_of_all_outputs_and_examples_differ(grou
     drawn = (draws.unsqueeze(1) - outputs).abs().amax(-1) < 1e-12
     assert (drawn.sum(-1) == 1).all()
     assert_mean(drawn.double(), probabilities)
-
-
-@pytest.mark.parametrize("convolution", [False, True])
-def test_a_random_bias_adds_its_noise(convolution):
-    kernel = (2,) if convolution else ()
-    linear_map = ConvolutionMap(F.conv1d, (3, 2)) if convolution else DenseMap()
-    q = BernoulliDropout(torch.zeros(2, 3, *kernel), RATE)
-    x = torch.ones(4000, 3, *(3 for _ in kernel))
-    bias = MeanFieldNormal(torch.ones(2), torch.tensor([0.5, 2.0]))
-    draws = q.image_under(linear_map, x, bias).rsample().reshape(4000, 2, -1)
-    assert torch.equal(draws, draws[..., :1].expand(draws.shape))
-    assert_mean(draws[..., 0], bias.mean)
-    assert_mean((draws[..., 0] - 1).square(), bias.variance)
 
 
 def test_positions_share_a_mask_and_examples_have_their_own():

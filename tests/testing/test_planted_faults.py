@@ -56,9 +56,9 @@ DRAWN_WIDE = fault(  # twice as wide as they are scored
 )
 
 
-def drawn_wide(q, mean, linear_map, x, bias_variance):
+def drawn_wide(q, mean, linear_map, x):
     kind = NormalOutputs if linear_map.is_dense else DRAWN_WIDE
-    return kind(linear_map, mean, q.output_variance(linear_map, x), bias_variance)
+    return kind(linear_map, mean, q.output_variance(linear_map, x))
 
 
 def one_draw_for_a_batch(q, sample_shape=()):
@@ -76,13 +76,13 @@ ONE_ROW = fault(  # of samples of two dimensions
 )
 
 
-def outputs_of_one_row(q, mean, linear_map, x, bias_variance):
-    return ONE_ROW(linear_map, mean, linear_map(x.square(), q.as_matrix(q.variance)), bias_variance)
+def outputs_of_one_row(q, mean, linear_map, x):
+    return ONE_ROW(linear_map, mean, linear_map(x.square(), q.as_matrix(q.variance)))
 
 
-def scale_as_variance(q, mean, linear_map, x, bias_variance):
+def scale_as_variance(q, mean, linear_map, x):
     variance = linear_map(x.square(), q.as_matrix(q.stddev))
-    return NormalOutputs(linear_map, mean, variance, bias_variance)
+    return NormalOutputs(linear_map, mean, variance)
 
 
 def each_factor_once(q):
@@ -373,9 +373,7 @@ def test_a_wrong_family_fails_by_the_rule(rule):
 
 NARROW = fault(
     MeanFieldNormal,
-    image_around=lambda q, mean, linear_map, x, bias: NormalOutputs(
-        linear_map, mean, 0 * mean, bias
-    ),
+    image_around=lambda q, mean, linear_map, x: NormalOutputs(linear_map, mean, 0 * mean),
 )
 
 

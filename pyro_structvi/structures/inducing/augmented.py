@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -38,13 +37,11 @@ from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.structures.points import PointMixture
 from pyro_structvi.weights.arguments import as_expanded, as_size
-from pyro_structvi.weights.outputs import with_bias
 from pyro_structvi.weights.weight_distribution import (
     FactoredWeight,
     GaussianWeight,
     Way,
     WeightDistribution,
-    bias_moments,
 )
 
 # The cost of noise for one output, in multiplications. By time alone it is about 700, but drawn
@@ -407,12 +404,11 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
         return ("outputs", *drawn)
 
     def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
-    ) -> TorchDistribution:
+        self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
+    ) -> MatheronOutputs:
         """Return outputs whose positions share inducing weights and have independent noise."""
-        linear_map, (bias_loc, bias_variance) = self.map_for_batch(linear_map), bias_moments(bias)
-        outputs = MatheronOutputs(self.bases, self.inducing, linear_map, x, bias_loc)
-        return with_bias(outputs, linear_map, bias_variance)
+        linear_map = self.map_for_batch(linear_map)
+        return MatheronOutputs(self.bases, self.inducing, linear_map, x, bias)
 
 
 class ConditionalNormal(AugmentedNormal):
