@@ -204,24 +204,3 @@ def as_expanded(shape: Any, own: torch.Size) -> torch.Size:
             f"{shape_text(size)}."
         )
     return size
-
-
-def check_overrides(cls: type, contract: type, required: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise a ``TypeError`` that names the required members of a contract missing in a class.
-
-    Each has alternatives: a member, or several with spaces between. ``contract`` is the base that
-    defines it.
-    """
-    own = cls.__mro__[: cls.__mro__.index(contract)]
-
-    def is_overridden(name: str) -> bool:
-        return any(name in vars(base) for base in own)
-
-    missing = [
-        name
-        for name, others in required.items()
-        if not any(all(map(is_overridden, way.split())) for way in (name, *others))
-    ]
-    if missing:
-        names = ", ".join(f"`{name}`" for name in missing)
-        raise TypeError(f"{cls.__name__} must define {names}; see `{contract.__name__}`.")

@@ -1,6 +1,7 @@
 """The contract of distributions over weights, and Gaussian ones."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
@@ -14,7 +15,6 @@ from pyro_structvi.linalg.matrices import autocast_off, autocasts, event_sum, st
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import DenseMap, FactoredDraw, LinearMap
 from pyro_structvi.weights import arguments
-from pyro_structvi.weights.arguments import check_overrides
 from pyro_structvi.weights.outputs import NormalOutputs, dense_output_variance
 
 Way = Literal["outputs", "factors", "weight"]
@@ -86,10 +86,9 @@ class WeightDistribution(TensorDistribution):
     vector ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in front. All covariances are
     over the row-major ``vec(W)``, of length ``D = out * in``.
 
-    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` of the
-    tensor arguments, or annotations with an :class:`Argument` for each of them but ``loc``;
-    ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``, or ``ways_to_apply`` without
-    ``"outputs"``.
+    **Required**: ``arg_constraints`` of the tensor arguments, or annotations with an :class:`Argument`
+    for each of them but ``loc``; ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``, or
+    ``ways_to_apply`` without ``"outputs"``.
 
     **Optional**: ``has_exact_positions``, True if images are exact over the positions of an example;
     ``loc``, ``variance_sum``, ``ways_to_apply``, ``rows``, ``rearranged``, ``spread``, ``expand``;
@@ -103,23 +102,15 @@ class WeightDistribution(TensorDistribution):
 
     has_exact_positions: ClassVar[bool] = False
     _arguments: ClassVar[dict[str, arguments.Argument]] = {}
-    _required: ClassVar[dict[str, tuple[str, ...]]] = {
-        **dict.fromkeys(("arg_constraints", "variance", "covariance_matrix"), ()),
-        "rsample": (),
-        "image_under": ("ways_to_apply",),
-    }
     loc: Tensor
 
-    def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
-        """Read the annotated arguments; check the required members unless the class is abstract."""
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Read the annotated arguments."""
         super().__init_subclass__(**options)
         if found := arguments.declared(cls):
             cls._arguments = found
             named = {name: argument.constraint for name, argument in found.items()}
             cls.arg_constraints = {"loc": constraints.real, **named}
-        if not abstract:
-            contract = next(base for base in cls.__mro__ if "_required" in vars(base))
-            check_overrides(cls, contract, cls._required)
 
     def __init__(
         self,
@@ -146,13 +137,18 @@ class WeightDistribution(TensorDistribution):
     # ---- required --------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """The variance of each element, ``(*batch_shape, *event_shape)``."""
+
+    @property
+    @abstractmethod
     def covariance_matrix(self) -> Tensor:
         """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
-        raise NotImplementedError
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
@@ -243,16 +239,16 @@ class WeightDistribution(TensorDistribution):
         return event_sum(tensor, len(self.event_shape))
 
 
-class FactoredWeight(WeightDistribution, abstract=True):
+class FactoredWeight(WeightDistribution):
     """A weight, also with a bias column, whose samples are applied as a product of factors."""
 
+    @abstractmethod
     def draw_factored(self) -> FactoredDraw:
         """Sample a weight in factors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def factorize(self) -> None:
         """Compute the factors that samples and densities share."""
-        raise NotImplementedError
 
 
 def noise_columns(q: Any) -> Tensor:
@@ -264,26 +260,17 @@ def noise_columns(q: Any) -> Tensor:
     return columns
 
 
-class GaussianWeight(WeightDistribution, abstract=True):
+class GaussianWeight(WeightDistribution):
     r"""A weight :math:`W = \mu + A e` with standard normal noise :math:`e`.
 
-    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` with
-    ``"loc"`` first, or annotations; ``scale_noise``, :math:`A e`; ``whiten``, :math:`A^{-1} d`, or
-    ``mahalanobis`` if A is not square; ``log_det_covariance``; ``output_variance``, the variances of
-    independent outputs of a linear map, or ``image_around``, the distribution of correlated ones, or
-    ``ways_to_apply`` without ``"outputs"``.
+    **Required**: ``arg_constraints`` with ``"loc"`` first, or annotations; ``scale_noise``, :math:`A e`;
+    ``whiten``, :math:`A^{-1} d`, or ``mahalanobis`` if A is not square; ``log_det_covariance``;
+    ``output_variance``, the variances of independent outputs of a linear map, or ``image_around``, the
+    distribution of correlated ones, or ``ways_to_apply`` without ``"outputs"``.
 
     **Optional**, in addition to :class:`WeightDistribution`: ``noise_shape``, by default the event
     shape; ``variance``, by default the diagonal of the dense covariance.
     """
-
-    _required: ClassVar[dict[str, tuple[str, ...]]] = {
-        "arg_constraints": (),
-        "scale_noise": ("rsample covariance_matrix",),
-        "whiten": ("mahalanobis",),
-        "log_det_covariance": (),
-        "output_variance": ("image_around", "image_under", "ways_to_apply"),
-    }
 
     # ---- required --------------------------------------------------------------------------------
 
@@ -296,9 +283,9 @@ class GaussianWeight(WeightDistribution, abstract=True):
         raise NotImplementedError
 
     @property
+    @abstractmethod
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        raise NotImplementedError
 
     def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
         """Return the variances of ``linear_map(x, W)``, if its outputs are independent."""
@@ -367,23 +354,17 @@ class GaussianWeight(WeightDistribution, abstract=True):
             return self.image_around(mean, linear_map, x)
 
 
-class IndependentWeight(GaussianWeight, abstract=True):
+class IndependentWeight(GaussianWeight):
     """Independent normals with the standard deviations ``stddev``.
 
     **Required**: ``arg_constraints``; ``stddev``, of the weight's shape; ``output_variance``,
     ``image_around`` or ``ways_to_apply``. **Optional**: any member that is cheaper than by ``stddev``.
     """
 
-    _required: ClassVar[dict[str, tuple[str, ...]]] = {
-        "arg_constraints": (),
-        "stddev": (),
-        "output_variance": ("image_around", "image_under", "ways_to_apply"),
-    }
-
     @property
+    @abstractmethod
     def stddev(self) -> Tensor:
         """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
-        raise NotImplementedError
 
     @property
     def variance(self) -> Tensor:

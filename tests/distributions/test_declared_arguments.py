@@ -11,13 +11,14 @@ from pyro_structvi.weights.arguments import Argument
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 
-class Declared(GaussianWeight, abstract=True):
+class Declared(GaussianWeight):
     """With a factor for each group of g inputs, and k numbers for each output and for each input."""
 
     factors: Annotated[torch.Tensor, Argument("out, in / g, g, g", constraints.lower_cholesky)]
     rows: Annotated[torch.Tensor, Argument("out, k", constraints.positive)]
     columns: Annotated[torch.Tensor, Argument("D, k")]
     unrelated: Annotated[int, "of no distribution"]
+    log_det_covariance = None  # required, and never read
 
     def __init__(self, loc, factors, rows, columns, validate_args=True):
         named = {"factors": factors, "rows": rows, "columns": columns}
@@ -138,7 +139,7 @@ def test_annotations_may_be_strings():
     source = """
 from __future__ import annotations
 
-class Own(GaussianWeight, abstract=True):
+class Own(GaussianWeight):
     factors: Annotated[torch.Tensor, Argument("out, k", constraints.positive)]
     other: Unknown
 """

@@ -262,7 +262,7 @@ def check_inducing(name: str, value: Tensor, joint: AugmentedMatrixNormal) -> No
     check_finite(name, value)
 
 
-class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
+class AugmentedNormal(GaussianWeight, FactoredWeight):
     r"""A weight that is normal given its inducing weights, with the density given these.
 
     .. math:: W = \sigma B_r^\top (\tilde U - \lambda \bar U) B_c + \lambda \sigma \bar W
