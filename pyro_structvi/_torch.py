@@ -286,10 +286,8 @@ METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
 }
 
 
-def read_metadata(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call one of ``METADATA`` on a subclass; ``Tensor.__torch_function__`` takes four times as long."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+# Where a subclass is an ordinary tensor; ``Tensor.__torch_function__`` takes four times as long.
+without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
 def _computing_hooks(module: nn.Module) -> list[Callable[..., Any]]:

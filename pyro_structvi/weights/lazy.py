@@ -11,8 +11,8 @@ from torch import Tensor
 from pyro_structvi._torch import (
     METADATA,
     inside_backward,
-    read_metadata,
     tree_map,
+    without_overrides,
     without_storage,
 )
 from pyro_structvi.linalg.matrices import autocasts
@@ -90,7 +90,8 @@ class WeightPlaceholder(Tensor):
         """Call ``func`` with ordinary tensors, unless its result is available without them."""
         kwargs = kwargs or {}
         if func in METADATA:
-            return read_metadata(func, args, kwargs)
+            with without_overrides():
+                return func(*args, **kwargs)
         for rule in (_read_view, rewritten):
             found = rule(func, args, kwargs)
             if found is not None:
@@ -364,20 +365,21 @@ class LazyWeight(WeightPlaceholder):
         return self.sampled in ("outputs", "rows")
 
     def _refuse_second_use(self) -> None:
+        if not (self._gave_outputs or self.used_items):
+            return
         if inside_backward():
             raise RuntimeError(
                 f"The backward pass computes a use of the weight at site '{self.use.name}' again, which "
                 "the pass that counted its uses did not do, so that it was not drawn beforehand. Call "
                 "`guide.initialize(...)` in the mode in which the net takes activation checkpoints."
             )
-        if self._gave_outputs or self.used_items:
-            raise RuntimeError(
-                f"The model uses the weight at site '{self.use.name}' more often in this pass than "
-                "in the pass in which its uses were counted, after its outputs were drawn. A "
-                "weight that is used more than once must be drawn: call `guide.initialize(...)` "
-                "with arguments that take this path, or, to replay one trace of the guide several "
-                "times, pass `local_reparam=False` to the guide."
-            )
+        raise RuntimeError(
+            f"The model uses the weight at site '{self.use.name}' more often in this pass than "
+            "in the pass in which its uses were counted, after its outputs were drawn. A "
+            "weight that is used more than once must be drawn: call `guide.initialize(...)` "
+            "with arguments that take this path, or, to replay one trace of the guide several "
+            "times, pass `local_reparam=False` to the guide."
+        )
 
 
 class LazySlice(WeightPlaceholder):
