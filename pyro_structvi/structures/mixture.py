@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -295,15 +295,20 @@ def _start_of_member(
     return moved
 
 
-def _are_of_one_kind(one: SitePosterior, other: SitePosterior) -> bool:
-    ours, theirs = one.family, other.family
-    # A user's family may lack ``==``.
-    is_same = ours == theirs or torch.equal(as_tensor(ours), as_tensor(theirs))
-    return is_same and one.site.names == other.site.names
-
-
-T = TypeVar("T")
-Reader = Callable[[StructuredGuide, JointPosterior], T]
+def _are_of_one_kind(one: StructuredGuide, other: StructuredGuide) -> bool:
+    """Whether two guides have the same sites, families and options, apart from parameters."""
+    ours, theirs = ([*each.all_posteriors()] for each in (one, other))
+    if len(ours) != len(theirs) or one.local_reparam != other.local_reparam:
+        return False
+    return all(
+        own.site.names == their.site.names
+        # A user's family may lack ``==``.
+        and (
+            own.family == their.family
+            or torch.equal(as_tensor(own.family), as_tensor(their.family))
+        )
+        for own, their in zip(ours, theirs, strict=True)
+    )
 
 
 class JointMixture:
@@ -336,39 +341,35 @@ class JointMixture:
         rows = torch.arange(count, device=self._guide.weights.device) % size
         return {name: value[rows] for name, value in stacked.items()}
 
-    def at_member(self, number: int | Mapping[str, Tensor] | None, read: Reader[T]) -> T:
-        """Return a function of a member and its distributions.
-
-        The number is modulo K; None is a random member, and a mapping the parameters and buffers of
-        one.
-        """
-        guide = self._guide
+    def _joint(self, number: int | None) -> JointPosterior:
+        """Return the distributions of a member, with the number modulo K; None for a random one."""
         if number is None:
-            number = int(weights_of(guide).multinomial(1))
-        if isinstance(number, int):
-            number %= guide.num_members
-            if number not in self._joints:
-                self._joints[number] = guide.members[number].joint_posterior()
-            return read(guide.members[number], self._joints[number])
-        state = {f"guide.{name}": value for name, value in number.items()}
-        found: T = functional_call(_With(guide.members[0]), state, (read,))
-        return found
+            number = int(weights_of(self._guide).multinomial(1))
+        number %= self._guide.num_members
+        if number not in self._joints:
+            self._joints[number] = self._guide.members[number].joint_posterior()
+        return self._joints[number]
 
-    def program(self, number: Any = None) -> Callable[..., dict[str, Tensor]]:
-        return lambda *args, **kwargs: self.at_member(
-            number, lambda _, joint: joint.program()(*args, **kwargs)
-        )
+    def program(
+        self, number: int | Mapping[str, Tensor] | None = None
+    ) -> Callable[..., dict[str, Tensor]]:
+        """Return the program of a member, by its number or by its parameters and buffers."""
+        if not isinstance(number, Mapping):
+            return self._joint(number).program()
+        state = {f"guide.{name}": value for name, value in number.items()}
+        sample = _Sample(self._guide.members[0])
+        return lambda *args, **kwargs: functional_call(sample, state, args, kwargs)
 
     def conditionals(
         self, how: How, local: bool = False, number: int | None = None
     ) -> Iterator[tuple[Any, Any]]:
-        return self.at_member(number, lambda _, joint: joint.conditionals(how, local))
+        return self._joint(number).conditionals(how, local)
 
     def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
         """Draw all sites from one member; successive draws are spread over members by their weights."""
         if number is not None:
             number = _members_of_draws(weights_of(self._guide), number + 1)[-1]
-        return self.at_member(number, lambda _, joint: joint.draw(local))
+        return self._joint(number).draw(local)
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
         """Draw all sites once for each number, stacked; the draws of a member share its factors."""
@@ -377,13 +378,10 @@ class JointMixture:
         for member in dict.fromkeys(members[number] for number in numbers):
             own = [place for place, number in enumerate(numbers) if members[number] == member]
             counts = [members[: numbers[place]].count(member) for place in own]
-            draws.append(self._draw_member(member, counts, local))
+            draws.append(self._joint(member).draw_many(counts, local))
             places += own
         order = torch.tensor(places, device=self._guide.weights.device).argsort()
         return {name: torch.cat([own[name] for own in draws])[order] for name in draws[0]}
-
-    def _draw_member(self, member: int, numbers: Sequence[int], local: bool) -> dict[str, Tensor]:
-        return self.at_member(member, lambda _, joint: joint.draw_many(numbers, local))
 
     def median(self) -> dict[str, Tensor]:
         medians = stack_draws([each.median() for each in self._guide.members])
@@ -406,23 +404,19 @@ class JointMixture:
 
     @property
     def _has_one_kind(self) -> bool:
-        """Whether all members have the same families, options and sites, apart from parameters."""
-        first, *others = ([*each.all_posteriors()] for each in self._guide.members)
-        ways = {each.local_reparam for each in self._guide.members}
-        return len(ways) == 1 and all(
-            len(own) == len(first) and all(map(_are_of_one_kind, first, own)) for own in others
-        )
+        first, *others = self._guide.members
+        return all(_are_of_one_kind(first, each) for each in others)
 
 
-class _With(nn.Module):
-    """A call of a function with a guide, whose parameters ``functional_call`` can replace."""
+class _Sample(nn.Module):
+    """Samples every site of a guide, whose parameters ``functional_call`` can replace."""
 
     def __init__(self, guide: StructuredGuide) -> None:
         super().__init__()
         self.guide = guide
 
-    def forward(self, read: Reader[T]) -> T:
-        return read(self.guide, self.guide.joint_posterior())
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return self.guide.joint_posterior().program()(*args, **kwargs)
 
 
 class EnsembleGuide(MixtureGuide):
