@@ -213,11 +213,14 @@ class _DropoutOutputs(OutputDistribution):
             count = torch.Size(sample_shape).numel()
             draws = torch.stack([self.rsample() for _ in range(count)])
             return draws.reshape(*sample_shape, *draws.shape[1:])
-        x, channels = self._x, self._weight.num_channels
-        masks = _masks(shape_per_example(self._map, x, channels), self._weight.rate, x)
+        channels = shape_per_example(self._map, self._x, self._weight.num_channels)
+        return self._apply(self._masked(_masks(channels, self._weight.rate, self._x)))
+
+    def _masked(self, masks: Tensor) -> Tensor:
+        """Multiply the input by masks of the weight's channels; groups may share them."""
         groups = [1 for _ in masks.shape]
         groups[self._map.channel_dim] = self._map.groups // self._weight.groups
-        return self._apply(x * masks.repeat(groups))
+        return self._x * masks.repeat(groups)
 
     @property
     def variance(self) -> Tensor:
@@ -236,21 +239,15 @@ class _DropoutOutputs(OutputDistribution):
     @property
     def _columns(self) -> Tensor:
         """Outputs from each channel alone, ``(channels, *batch, *event)``."""
-        columns: Tensor
         if not isinstance(self._map, ConvolutionMap):
             ones = [1 for _ in self._x.shape[1:]]
             filters = self._matrix.mT.reshape(-1, *ones, len(self._matrix))
-            columns = self._x.movedim(-1, 0).unsqueeze(-1) * filters
-            return columns
-        parts = torch.stack([*self._map.by_channel(self._x, self._matrix)])
-        groups, dim = self._weight.groups, self._map.channel_dim
-        if groups == 1:
-            return parts
-        own = torch.eye(groups).to(parts).reshape(groups, *(1 for _ in parts.shape[1:]), groups)
-        each = parts.unflatten(dim, (groups, -1)).movedim(dim - 1, -1)
-        alone = each.unsqueeze(0) * own.unsqueeze(1)
-        columns = alone.movedim(-1, dim - 1).flatten(dim - 1, dim).flatten(0, 1)
-        return columns
+            return self._x.movedim(-1, 0).unsqueeze(-1) * filters
+        size = self._weight.num_channels
+        units = torch.eye(size).to(self._x)
+        shape = shape_per_example(self._map, self._x, size)
+        masks = [unit.reshape(shape[self._map.channel_dim :]).expand(shape) for unit in units]
+        return torch.stack([self._map(self._masked(own), self._matrix) for own in masks])
 
     @property
     def _matrix(self) -> Tensor:

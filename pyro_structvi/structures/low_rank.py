@@ -51,8 +51,7 @@ class LowRankNormal(GaussianWeight):
         scale: Standard deviations of the diagonal part, a positive number or tensor, broadcastable
             to ``loc``; one number, an isotropic part, is cheaper.
         alpha: The positive factor of the low-rank part; 1/K when None.
-        event_dim: How many trailing dimensions of ``loc`` are the weight. When None, it is inferred
-            from the shapes of ``loc`` and ``factors``; two dimensions are then a matrix without a batch.
+        event_dim: How many trailing dimensions of ``loc`` are the weight; all of them when None.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
@@ -87,7 +86,14 @@ class LowRankNormal(GaussianWeight):
         event_dim: int | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        event_dim = _read_event_dim(loc, factors, event_dim)
+        event_dim = loc.dim() if event_dim is None else event_dim
+        split = loc.dim() - event_dim
+        if factors.shape[:split] + factors.shape[split + 1 :] != loc.shape or not factors.numel():
+            raise ValueError(
+                "`factors` must have shape (*batch, K, out, *rest) for `loc` (*batch, out, *rest) with "
+                f"`event_dim={event_dim}`, but got {shape_text(factors.shape)} for "
+                f"{shape_text(loc.shape)}."
+            )
         scale = torch.as_tensor(scale).to(loc) if isinstance(scale, (int, float)) else scale
         parameters = {"loc": loc, "factors": factors, "scale": scale}
         super().__init__(parameters, event_dim, validate_args)
@@ -260,28 +266,6 @@ class _LowRankOutputs(GaussianOutputs):
         else:
             draws = self._linear_map.combine(self._x, coefficients, self._matrices, onto=self.loc)
         return torch.addcmul(draws, standard_normal(shape, self.loc), floored_sqrt(self._diagonal))
-
-
-def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
-    """Return the number of dimensions of a weight, or raise an error if shapes are ambiguous."""
-    shape = factors.shape
-    fitting = (dim for dim in range(loc.dim()) if shape[:dim] + shape[dim + 1 :] == loc.shape)
-    found = [loc.dim() - dim for dim in fitting if shape[dim] > 0]
-    if event_dim in found:
-        return event_dim
-    given = f"{shape_text(factors.shape)} for {shape_text(loc.shape)}"
-    if not found or event_dim is not None:
-        raise ValueError(
-            "`factors` must have shape (*batch, K, out, *rest) for `loc` (*batch, out, *rest)"
-            f"{'' if event_dim is None else f' with `event_dim={event_dim}`'}, but "
-            f"got {given}."
-        )
-    if len(found) > 1 and loc.dim() > 2:
-        raise ValueError(
-            f"`event_dim` must be given, one of {found}, since K is also the size of another "
-            f"dimension: `factors` have shape {given}. A matrix has event_dim=2."
-        )
-    return found[0]
 
 
 Diagonal = Literal["constant", "isotropic", "full"]
