@@ -44,7 +44,7 @@ def declare_parameters(guide: nn.Module) -> None:
     named = [*guide.named_parameters(_name_of(guide))]
     for key, parameter in named if mirror else ():
         loaded = loaded_parameter(key)
-        if loaded is not None and not _is_equal(loaded, parameter):
+        if loaded is not None and not torch.equal(loaded.to(parameter), parameter):
             raise RuntimeError(
                 f"Pyro's param store has another value than the guide for its parameter '{key}', as "
                 "after `pyro.get_param_store().load(...)`. A guide owns its parameters: save "
@@ -60,10 +60,6 @@ def declare_parameters(guide: nn.Module) -> None:
         if mirror:
             mirror_parameter(key, parameter)
         _declare(parameter, name=key)
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.shape == other.shape and bool((one.to(other) == other).all()))
 
 
 _declare = effectful(lambda parameter: parameter, type="param")

@@ -158,7 +158,10 @@ MOST_NAMED = 5
 
 def as_tensor(family: Family) -> Tensor:
     """Return the options of a family as the bytes of a JSON text, since a state dict holds tensors."""
-    text = json.dumps(_options_of(family), default=_plain)
+    text = json.dumps(
+        _options_of(family),
+        default=lambda value: value.tolist() if hasattr(value, "tolist") else type(value).__name__,
+    )
     return torch.tensor([*text.encode()], dtype=torch.uint8, device="cpu")
 
 
@@ -193,11 +196,6 @@ def _options_of(family: Family, name: str = "") -> dict[str, Any]:
         value, inside = getattr(family, each.name), f"{name}.{each.name}".lstrip(".")
         options |= _options_of(value, inside) if isinstance(value, Family) else {inside: value}
     return options
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON supports: of tensors and NumPy's numbers, and names of functions."""
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def _read(key: str, value: Any) -> dict[str, Any]:

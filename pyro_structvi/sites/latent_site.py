@@ -66,7 +66,7 @@ class LatentSite:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the model's sites, weight and bias for a joined site."""
-        return (self.name,) if self.bias is None else (self.name, self.bias.name)
+        return tuple(self.shapes)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

@@ -18,7 +18,7 @@ from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.mean_field import MeanFieldNormal
-from pyro_structvi.weights.arguments import Argument, check_index
+from pyro_structvi.weights.arguments import Argument
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
@@ -99,8 +99,8 @@ class KTiedNormal(IndependentWeight):
         mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
         return linear_map.mix(hidden, mixing)
 
+    @checked
     def rows(self, index: Tensor) -> MeanFieldNormal:
-        check_index(self, index)
         loc, row_scale = (F.embedding(index, table) for table in (self.loc, self.row_scale))
         scale = row_scale @ self.column_scale.mT
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)

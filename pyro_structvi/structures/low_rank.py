@@ -31,7 +31,6 @@ from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.arguments import check_index
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 
@@ -208,8 +207,8 @@ class LowRankNormal(GaussianWeight):
         diagonal = moment.diagonal(dim1=-2, dim2=-1) @ unit.mT
         return self.alpha * low_rank + torch.diag_embed(diagonal)
 
+    @checked
     def rows(self, index: Tensor) -> "LowRankNormal":
-        check_index(self, index)
         loc = F.embedding(index, self.loc)
         scale = self.scale if self.is_isotropic else F.embedding(index, self.scale)
         factors = torch.stack([F.embedding(index, factor) for factor in self.factors], 1)

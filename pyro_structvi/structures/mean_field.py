@@ -36,7 +36,6 @@ from pyro_structvi.sites.family import DEFAULTS, ContinuousFamily, Family, Guide
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.arguments import check_index
 from pyro_structvi.weights.site_distributions import image_of_quantiles, quantiles
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 
@@ -96,8 +95,8 @@ class MeanFieldNormal(IndependentWeight):
     def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
         return linear_map(x * x, self.as_matrix(self.variance))
 
+    @checked
     def rows(self, index: Tensor) -> Self:
-        check_index(self, index)
         shape = torch.Size([index.shape[-1], self.event_shape[1]])
         return self._changed(lambda table: F.embedding(index, table), index.shape[:-1], shape)
 

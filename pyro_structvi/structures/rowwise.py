@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_structvi._checks import checked
 from pyro_structvi.linalg.matrices import solve_lower
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import cholesky_factor, initial_factor
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.arguments import Argument, check_index
+from pyro_structvi.weights.arguments import Argument
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
@@ -89,8 +90,8 @@ class RowwiseNormal(GaussianWeight):
         covariances = self.scale_tril @ self.scale_tril.mT
         return torch.diag_embed(torch.einsum("iab,...ab->...i", covariances, moment))
 
+    @checked
     def rows(self, index: Tensor) -> "RowwiseNormal":
-        check_index(self, index)
         factors = F.embedding(index, self.scale_tril.flatten(1))
         scale_tril = factors.unflatten(-1, self.scale_tril.shape[1:])
         return RowwiseNormal(F.embedding(index, self.loc), scale_tril, validate_args=False)

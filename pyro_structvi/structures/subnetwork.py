@@ -104,17 +104,13 @@ class JointSubnetwork(SharedPosterior):
                 "masks there are false."
             )
         site = LatentSite(f"subnetwork of {next(iter(starts))}", loc.shape, 1, constraints.real)
-        if not family.fits(site):
+        start = family.init(site, loc, scale) if family.fits(site) else {}
+        if not (start and isinstance(family.distribution(site, **start), GaussianWeight)):
             raise TypeError(
-                f"{family} needs {family.needs}, but the chosen elements are one vector. Use "
+                f"The chosen elements need a normal posterior of one vector, but got {family}. Use "
                 "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
             )
-        super().__init__(posteriors, SitePosterior(family, site, family.init(site, loc, scale)))
-        if not isinstance(self.posterior(), GaussianWeight):  # for the KL of each element
-            raise TypeError(
-                f"The chosen elements need a posterior with a density, a normal one, but got {family}. "
-                "Use `FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
-            )
+        super().__init__(posteriors, SitePosterior(family, site, start))
         self.sizes = {name: len(start) for name, start in starts.items()}
 
     @property

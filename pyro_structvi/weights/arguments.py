@@ -160,16 +160,6 @@ def check_input(q: Any, x: Tensor) -> None:
     check_same_kind("x", x, q.argument_names[0], q._first_parameter)
 
 
-def check_index(q: Any, index: Tensor) -> None:
-    """Raise unless ``index`` is a tensor on the device of a distribution that validates arguments."""
-    if q._validate_args:
-        check("index", index, Tensor)
-        if index.device != q._first_parameter.device:
-            raise ValueError(
-                f"`index` must be on {q._first_parameter.device}, but is on {index.device}."
-            )
-
-
 def check_value(
     value: Tensor, name: str, parameter: Tensor, batch_shape: torch.Size, event_shape: torch.Size
 ) -> None:

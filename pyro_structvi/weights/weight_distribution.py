@@ -178,6 +178,7 @@ class WeightDistribution(TensorDistribution):
         """
         return "outputs", "weight"
 
+    @checked
     def rows(self, index: Tensor) -> TorchDistribution | None:
         """Return the distribution of rows of one matrix ``W (num, dim)``, independent over examples.
 
@@ -185,7 +186,6 @@ class WeightDistribution(TensorDistribution):
         be sampled. The noise of independent rows is independent over positions, also for a repeated
         index. Noise that rows share has one sample for each example.
         """
-        arguments.check_index(self, index)
         return None
 
     @checked

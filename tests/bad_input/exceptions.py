@@ -119,7 +119,7 @@ EXCEPTIONS = {
         "class": ("estimate_memory.make_guide", "MixtureGuide.make_guide"),
     },
     "an embedding says of an index what torch's own says; other structures have no rows to give": {
-        "negative, too large, real, true, complex": ("*.rows.index",),
+        "negative, too large, real, true, complex, meta": ("*.rows.index",),
     },
     "layers take what torch's layers take": {
         "float32, whole, deeper": ("RankOne*.forward.x",),

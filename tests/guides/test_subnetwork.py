@@ -259,10 +259,10 @@ class LaplaceFamily(MeanField):
 def test_what_else_is_refused():
     model, other = make_regressor(), ps.Classifier(ps.bayesianize(nn.Linear(2, 2)), 3)
     for posterior, message in (
-        (KTied(2), "the chosen elements are one vector"),
-        (PointEstimate(), "need a posterior with a density"),
-        (Members(2), "need a posterior with a density"),
-        (LaplaceFamily(), "need a posterior with a density, a normal one, but got LaplaceFamily"),
+        (KTied(2), "a normal posterior of one vector"),
+        (PointEstimate(), "need a normal posterior of one vector"),
+        (Members(2), "need a normal posterior of one vector"),
+        (LaplaceFamily(), "need a normal posterior of one vector, but got LaplaceFamily"),
     ):
         with pytest.raises(TypeError, match=message):
             ps.SubnetworkGuide(model, CHOSEN, posterior=posterior)
