@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from numbers import Number
 from typing import Any
@@ -14,7 +14,6 @@ from torch.distributions import (
     Independent,
     StudentT,
     Transform,
-    TransformedDistribution,
     biject_to,
 )
 from torch.distributions.constraints import Constraint
@@ -116,25 +115,27 @@ def _property_names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     return lazy, cached
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values of a distribution, and of the distributions and transforms it contains."""
+    if isinstance(value, Distribution):
+        value = [*vars(value).values()]
+    elif isinstance(value, Transform):
+        value = [*_members(value).values()]
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
 def tensors_of(distribution: Any) -> list[Tensor]:
     """Return a distribution's tensors in order; none if it has objects that may hold more."""
-    found: list[Tensor] = []
-
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, Distribution):
-            return all(map(is_plain, vars(value).values()))
-        if isinstance(value, Transform):
-            return all(map(is_plain, _members(value).values()))
-        if isinstance(value, (list, tuple)):
-            return all(map(is_plain, value))
-        return isinstance(value, (Tensor, Number, str, type(None), Constraint))
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(distribution, keep)
-    return found if is_plain(distribution) else []
+    plain = (Tensor, Number, str, type(None), Constraint)
+    if not all(isinstance(each, plain) for each in _leaves(distribution)):
+        return []
+    found: dict[Tensor, None] = {}
+    map_tensors(distribution, lambda tensor: found.setdefault(tensor) or tensor)
+    return [*found]
 
 
 def may_depend(distribution: Any) -> bool:
@@ -156,7 +157,8 @@ def log_density(distribution: Any, value: Tensor) -> Tensor:
 def in_single(distribution: Any) -> Any:
     """Return a distribution with half-precision tensors in single, so that sums are not rounded."""
     # An eager step calls it for all its distributions, which are seldom in half precision.
-    return map_tensors(distribution, at_least_single) if _has_half(distribution) else distribution
+    has_half = any(isinstance(each, Tensor) and is_half(each) for each in _leaves(distribution))
+    return map_tensors(distribution, at_least_single) if has_half else distribution
 
 
 def dtype_of_levels(levels: Tensor, like: Tensor) -> torch.dtype:
@@ -165,24 +167,10 @@ def dtype_of_levels(levels: Tensor, like: Tensor) -> torch.dtype:
     return torch.float64 if bool(is_far.any()) else like.dtype
 
 
-def _has_half(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return is_half(value)
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_half, value))
-    if isinstance(value, Transform):
-        return any(map(_has_half, _members(value).values()))
-    return isinstance(value, Distribution) and any(map(_has_half, vars(value).values()))
-
-
 def example_of(prior: Any) -> Tensor:
     """Return a tensor of a distribution's dtype and device: an argument, or else a sample."""
-    base = prior
-    while isinstance(base, (Independent, TransformedDistribution)):
-        base = base.base_dist
-    arguments = (getattr(base, name, None) for name in base.arg_constraints)
-    found = next((value for value in arguments if isinstance(value, Tensor)), None)
-    return _draw(prior) if found is None else found
+    tensors = tensors_of(prior)
+    return tensors[0] if tensors else _draw(prior)
 
 
 def is_positive(distribution: Any) -> bool:
