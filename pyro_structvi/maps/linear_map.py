@@ -145,7 +145,7 @@ class DenseMap(LinearMap):
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         if matrix.dim() == 2:
             return F.linear(x, matrix, bias)
-        image = _stacked_product(x, matrix)
+        image = torch.einsum("...oi,...i->...o", matrix, x)
         return image if bias is None else image + bias
 
     bank = __call__
@@ -170,16 +170,6 @@ class DenseMap(LinearMap):
 
     def has_positions(self, x: Tensor) -> bool:
         return self.positions and x.dim() > 2
-
-
-def _stacked_product(x: Tensor, matrices: Tensor) -> Tensor:
-    """Return ``matrices (*b, out, in)`` times ``x (*batch, *b, in)``, in one product if x has all b."""
-    stack = matrices.dim() - 2
-    if x.dim() <= stack + 1 or x.shape[-1 - stack : -1] != matrices.shape[:-2]:
-        return (matrices @ x.unsqueeze(-1)).squeeze(-1)
-    rows, batch = x.flatten(0, -2 - stack), x.shape[: -1 - stack]
-    outputs = torch.matmul(rows.movedim(0, -2), matrices.mT).movedim(-2, 0)
-    return outputs.reshape(*batch, *outputs.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,22 @@
 """The latent sites of a model and their uses, from its declarations and from a run."""
 
 import math
-import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Self
 
-import numpy as np
 import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.nn import PyroModule
 from pyro.ops.tensor_utils import periodic_repeat
 from pyro.poutine.util import site_is_subsample
+from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, check, warn_user
@@ -411,19 +410,6 @@ def buffers_kept(model: Any) -> Iterator[None]:
             own.update(before)
 
 
-_SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
-
-
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Make guides in this block with parameters on torch's meta device."""
-    token = _SHAPES_ONLY.set(True)
-    try:
-        yield
-    finally:
-        _SHAPES_ONLY.reset(token)
-
-
 @contextmanager
 def separate_randomness() -> Iterator[None]:
     """Use a separate random stream, derived from the global state, which is restored after the block.
@@ -432,14 +418,13 @@ def separate_randomness() -> Iterator[None]:
     of Python's and NumPy's generators are restored too.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices), ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
-        seed = int(torch.randint(2**62, ()))
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed_all(seed)
-        yield
+    with torch.random.fork_rng(devices):
+        state = get_rng_state()
+        torch.manual_seed(int(torch.randint(2**62, (), device="cpu")))
+        try:
+            yield
+        finally:
+            set_rng_state(state)
 
 
 Start = Callable[[LatentSite, Tensor], Tensor]
@@ -459,7 +444,7 @@ def starting_at(start: Start) -> Iterator[None]:
 def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
     """Return the initial center of the posterior of a site."""
     site = found.site
-    if _SHAPES_ONLY.get():
+    if torch.get_default_device().type == "meta":
         dtype = None if found.initial is None else found.initial.dtype
         return torch.empty(site.shape, dtype=dtype, device="meta")
     given = None

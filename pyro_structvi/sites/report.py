@@ -11,7 +11,7 @@ from torch import nn
 from pyro_structvi._checks import Program, checked, shape_text
 from pyro_structvi._pyro import declared_name, unwrapped
 from pyro_structvi.nn.random_module import frozen_names
-from pyro_structvi.sites.finding import check_call, separate_randomness, shapes_only, trial_run
+from pyro_structvi.sites.finding import check_call, separate_randomness, trial_run
 from pyro_structvi.sites.site_posterior import SitePosterior, joint_name
 from pyro_structvi.weights.lazy import DelayDraws, LazySlice, LazyWeight
 from pyro_structvi.weights.site_distributions import PointMass
@@ -225,7 +225,7 @@ def estimate_memory(
         >>> estimate.total, estimate.training_bytes
         (16797698, 268763168)
     """
-    with shapes_only():
+    with torch.device("meta"):
         guide = make_guide(model, *args, **options)
     if not guide.site_names:
         raise ValueError(
