@@ -143,33 +143,6 @@ class ConvolutionMap(LinearMap):
         images: Tensor = flat.unflatten(channel, (self.groups, count, out // self.groups))
         return images.transpose(channel, channel + 1).flatten(channel + 1, channel + 2)
 
-    def combine(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        matrices: Tensor,
-        onto: Tensor,
-        biases: Tensor | None = None,
-    ) -> Tensor:
-        """Scale inputs instead of outputs where these are larger, as of a layer with few channels."""
-        if not self._scales_inputs(x, matrices, onto):
-            return super().combine(x, coefficients, matrices, onto, biases)
-        batch, channel = coefficients.shape[:-1], x.dim() + self.channel_dim
-        grouped = x.unflatten(channel, (self.groups, 1, -1))
-        spread = coefficients.reshape(*batch, 1, -1, 1, *self._ones)
-        inputs = (spread * grouped).flatten(channel, channel + 2)
-        filters = matrices.transpose(0, 1).reshape(matrices.shape[1], -1, *self.kernel_shape[1:])
-        total = onto + self._convolve(inputs, filters, None)
-        if biases is None:
-            return total
-        return total + (coefficients @ biases).reshape(*batch, -1, *self._ones)
-
-    @staticmethod
-    def _scales_inputs(x: Tensor, matrices: Tensor, outputs: Tensor) -> bool:
-        """Whether scaled inputs and rearranged matrices are smaller than scaled outputs."""
-        rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
-        return x.numel() + rearranged < outputs.numel()
-
     def event_dim(self, outputs: Tensor) -> int:
         return len(self.kernel_shape)
 

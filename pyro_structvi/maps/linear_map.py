@@ -69,28 +69,6 @@ class LinearMap(ABC):
         A dense map also takes batches ``(*b, K, out, in)``.
         """
 
-    def combine(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        matrices: Tensor,
-        onto: Tensor,
-        biases: Tensor | None = None,
-    ) -> Tensor:
-        """Add to a tensor the outputs of K weights times ``coefficients (*batch, K)`` of each example.
-
-        Weights and biases are as in :meth:`stack`.
-        """
-        images = self.stack(x, matrices, biases)
-        batch, count = coefficients.shape[:-1].numel(), coefficients.shape[-1]
-        size = images.shape[coefficients.dim() :].numel()
-        total = torch.baddbmm(
-            onto.reshape(batch, 1, size),
-            coefficients.reshape(batch, 1, count),
-            images.reshape(batch, count, size),
-        )
-        return total.reshape(onto.shape)
-
     def join_bias(self, x: Tensor) -> "tuple[LinearMap, Tensor]":
         """Return map and input for matrices ``(out, in + 1)`` whose last column is a bias."""
         return BiasColumnMap(self), x
@@ -207,17 +185,6 @@ class BiasColumnMap(LinearMap):
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         return self.linear_map.stack(x, *_split(matrices, biases))
-
-    def combine(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        matrices: Tensor,
-        onto: Tensor,
-        biases: Tensor | None = None,
-    ) -> Tensor:
-        matrices, biases = _split(matrices, biases)
-        return self.linear_map.combine(x, coefficients, matrices, onto, biases)
 
     def event_dim(self, outputs: Tensor) -> int:
         return self.linear_map.event_dim(outputs)

@@ -225,7 +225,7 @@ class LowRankNormal(GaussianWeight):
 
 
 class _LowRankOutputs(GaussianOutputs):
-    """Outputs of a low-rank weight, drawn without the images of its directions."""
+    """Outputs of a low-rank weight."""
 
     def __init__(
         self, weight: LowRankNormal, linear_map: LinearMap, x: Tensor, loc: Tensor, diagonal: Tensor
@@ -254,16 +254,16 @@ class _LowRankOutputs(GaussianOutputs):
         return self._alpha * factors.mT @ factors + torch.diag_embed(own)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        shape = self._extended_shape(torch.Size(sample_shape))
-        lead = shape[: len(shape) - len(self.event_shape)]
-        rank = self._matrices.shape[-3]
-        coefficients = self._alpha**0.5 * standard_normal((*lead, rank), self.loc)
-        if sample_shape:
-            flat = self.factors.flatten(len(self.batch_shape) + 1)
-            low_rank = (coefficients.unsqueeze(-2) @ flat).squeeze(-2)
-            draws = self.loc + low_rank.reshape(shape)
-        else:
-            draws = self._linear_map.combine(self._x, coefficients, self._matrices, onto=self.loc)
+        shape, samples = self._extended_shape(sample_shape), torch.Size(sample_shape).numel()
+        batch, size, rank = (
+            self.batch_shape.numel(),
+            self.event_shape.numel(),
+            self._matrices.shape[-3],
+        )
+        coefficients = self._alpha**0.5 * standard_normal((batch, samples, rank), self.loc)
+        images = self.factors.reshape(batch, rank, size)
+        draws = torch.baddbmm(self.loc.reshape(batch, 1, size), coefficients, images)
+        draws = draws.transpose(0, 1).reshape(shape)
         return torch.addcmul(draws, standard_normal(shape, self.loc), floored_sqrt(self._diagonal))
 
 

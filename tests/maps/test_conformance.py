@@ -200,20 +200,6 @@ def test_stacked_weights_are_each(subject):
     close(subject.linear_map.stack(subject.x, matrices, biases), shifted)
 
 
-@pytest.mark.parametrize("scales_inputs", [False, True])
-def test_combined_weights_are_a_sum(subject, scales_inputs, monkeypatch):
-    """Either way of a convolution, whatever the sizes are."""
-    monkeypatch.setattr(ConvolutionMap, "_scales_inputs", lambda *sizes: scales_inputs)
-    matrices, coefficients = subject.randn(COUNT, OUT), torch.randn(*subject.batch, COUNT)
-    for biases in (None, torch.randn(COUNT, OUT)):
-        shifts = torch.zeros(COUNT, OUT) if biases is None else biases
-        images = torch.stack(list(map(subject.outputs, matrices, shifts)))
-        onto, factors = torch.randn(images.shape[1:]), coefficients.movedim(-1, 0)
-        factors = factors.reshape(*factors.shape, *(1 for _ in range(images.dim() - factors.dim())))
-        actual = subject.linear_map.combine(subject.x, coefficients, matrices, onto, biases)
-        close(actual, onto + (factors * images).sum(0))
-
-
 def test_what_a_map_says_of_its_dimensions(subject):
     linear_map, x = subject.linear_map, subject.x
     outputs = linear_map(x, subject.randn(OUT))
@@ -242,18 +228,6 @@ def test_a_dense_map_takes_batches_of_matrices(join):
     close(linear_map.stack(x, matrices, biases), each)
     close(linear_map.bank(x, matrix, bias), each[:, :, 0])
     close(linear_map.squared_norm(x, OUT), patches.square().sum(-1, keepdim=True))
-    coefficients, onto = torch.randn(7, 2, COUNT), torch.randn(7, 2, OUT)
-    expected = onto + torch.einsum("nbk,nbko->nbo", coefficients, each)
-    close(linear_map.combine(x, coefficients, matrices, onto, biases), expected)
-
-
-def test_the_smaller_tensors_are_formed():
-    """Counted with the weights that scaled inputs need in another order."""
-    narrow, wide, few = torch.zeros(100, 4), torch.zeros(100, 400), torch.zeros(3, 4)
-    assert ConvolutionMap._scales_inputs(narrow, torch.zeros(2, 50, 4), torch.zeros(100, 50))
-    assert not ConvolutionMap._scales_inputs(wide, torch.zeros(2, 50, 400), torch.zeros(100, 50))
-    assert not ConvolutionMap._scales_inputs(few, torch.zeros(2, 50, 4), torch.zeros(3, 50))
-    assert ConvolutionMap._scales_inputs(few, torch.zeros(1, 50, 4), torch.zeros(3, 50))
 
 
 def test_a_convolution_of_zeros_has_finite_gradients():
