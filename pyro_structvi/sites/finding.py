@@ -419,8 +419,10 @@ def separate_randomness() -> Iterator[None]:
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
-        state = get_rng_state()
-        torch.manual_seed(int(torch.randint(2**62, (), device="cpu")))
+        state, seed = get_rng_state(), int(torch.randint(2**62, (), device="cpu"))
+        torch.default_generator.manual_seed(seed)  # of no device that is not yet in use
+        if devices:
+            torch.cuda.manual_seed_all(seed)
         try:
             yield
         finally:

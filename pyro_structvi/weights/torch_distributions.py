@@ -187,8 +187,13 @@ def median(prior: Distribution) -> Tensor:
     try:
         value: Tensor = base.icdf(like.new_full((), 0.5))
     except NotImplementedError:
-        with torch.random.fork_rng(range(torch.cuda.device_count() if like.is_cuda else 0)):
-            torch.manual_seed(SEED)
+        devices = [like.device] if like.is_cuda else []
+        with torch.random.fork_rng(devices):
+            for generator in (
+                torch.default_generator,
+                *(torch.cuda.default_generators[device.index] for device in devices),
+            ):
+                generator.manual_seed(SEED)
             value = _draw(base, DRAWS).median(0).values
     return value.expand(shape)
 
