@@ -177,15 +177,22 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     A dictionary or list in a module that has got some is put back as it was, and if the block raises all
     of these, and classes, as of adapters of parameters.
+
+    Raises:
+        NotImplementedError: If the block leaves such tensors in place of parameters or buffers, which
+            modules of Pyro in evaluation mode may cache.
     """
     python = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-    kinds = [(each, type(each)) for each in python]
+    before = [(each, type(each), own_tensors(each)) for each in python]
     parts = (part for each in python for part in (vars(each), *vars(each).values()))
     parts = (part for part in parts if isinstance(part, (dict, list)))
     kept = [(part, {**part} if isinstance(part, dict) else [*part]) for part in parts]
     is_over = False
     try:
         yield
+        for module, _, tensors in before:
+            if module.training or not hasattr(module, "_pyro_name"):
+                _refuse_values_of_pass(module, tensors)
         is_over = True
     finally:
         for part, own in kept:
@@ -193,7 +200,7 @@ def parts_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             if not is_over or (new and any(map(_belongs_to_pass, tree_leaves(new)))):
                 part.clear()
                 part.update(own) if isinstance(part, dict) else part.extend(own)
-        for module, kind in kinds if not is_over else ():
+        for module, kind, _ in before if not is_over else ():
             module.__class__ = kind
 
 
@@ -202,6 +209,13 @@ def _new_in(part: Any, before: Any) -> list[Any]:
     if isinstance(part, dict):
         return [value for name, value in part.items() if value is not before.get(name)]
     return [*part] if len(part) != len(before) or any(map(is_not, part, before)) else []
+
+
+def _refuse_values_of_pass(module: nn.Module, before: dict[str, Tensor]) -> None:
+    changed = (pair for pair in own_tensors(module).items() if pair[1] is not before.get(pair[0]))
+    if left := [name for name, value in changed if _belongs_to_pass(value)]:
+        kind = type(module).__name__.removeprefix("Pyro")
+        raise NotImplementedError(f"A {kind} sets {left} to values of this pass alone.")
 
 
 def _belongs_to_pass(value: Any) -> bool:

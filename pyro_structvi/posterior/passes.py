@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.constraints import is_dependent
 from torch.nn.modules.module import register_module_forward_hook
 
 from pyro_structvi._checks import Program, brief, check_tensors
@@ -42,6 +44,7 @@ Batch = tuple[tuple[Any, ...], Tensor | None]
 Read = Callable[[Any, Any, Tensor | None], Values]
 
 DEFAULT_NUM_SAMPLES = 100
+_VALID = "is valid"  # among the outputs of a run
 
 
 def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
@@ -177,9 +180,9 @@ class Passes:
     """Runs of a model at draws of a posterior, vectorized by :func:`torch.func.vmap`.
 
     The first draw runs alone and determines the local latent sites, the memory of a draw and
-    ``observed``, the name of the observed site. Nothing can be validated under vmap, so a pass with NaN
-    runs again one by one, which raises the usual error. A model that torch cannot vectorize also runs
-    one by one. ``read`` returns what is kept of a run.
+    ``observed``, the name of the observed site. Nothing can be validated under vmap, so a pass with an
+    invalid distribution or observation runs again one by one, which raises the usual error. A model that
+    torch cannot vectorize also runs one by one. ``read`` returns what is kept of a run.
     """
 
     def __init__(
@@ -267,7 +270,9 @@ class Passes:
         """Return the outputs of the model at draws."""
 
         def run(own: Draws) -> Values:
-            return self._outputs(*self._trace(own, batch), batch)
+            trace, node = self._trace(own, batch)
+            is_valid = _is_valid(trace, node, self._batches[batch][1])
+            return {**self._outputs(trace, node, batch), _VALID: is_valid}
 
         if self._seed is None:
             return self._run_each(run, draws)
@@ -281,9 +286,11 @@ class Passes:
         if not self._in_turn and len(next(nested_tensors(draws))) > 1:
             found = in_one_pass(run, draws, modules_of(self._model))
             self._in_turn = found is None
-            if found is not None and not any(value.sum().isnan() for value in found.values()):
+            if found is not None and found.pop(_VALID, torch.tensor(True)).all():
                 return found
-        return stack_draws([run(_only(one)) for one in _split(draws, 1)])
+        found = stack_draws([run(_only(one)) for one in _split(draws, 1)])
+        found.pop(_VALID, None)
+        return found
 
     def _trace(self, draw: Draws, batch: int, counts: bool = False) -> tuple[Any, Any]:
         """Run the model at a draw; return the trace and its observed node."""
@@ -296,6 +303,26 @@ class Passes:
     def _outputs(self, trace: Any, node: Any, batch: int) -> Values:
         returned = as_drawn(trace.nodes["_RETURN"]["value"])
         return self._read(node, returned, self._batches[batch][1])
+
+
+def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:
+    """Whether sampled sites have valid arguments and the observations are in the support."""
+    drawn = [node["fn"] for node in sample_nodes(trace).values() if not node["is_observed"]]
+    checks = [check for distribution in drawn for check in _checks_of(distribution)]
+    if y is not None:
+        checks.append(observed["fn"].support.check(y).all())
+    return reduce(torch.logical_and, checks) if checks else torch.tensor(True)
+
+
+def _checks_of(distribution: Any) -> Iterator[Tensor]:
+    """Yield whether each argument of a distribution and its parts obeys its constraint."""
+    for name, constraint in distribution.arg_constraints.items():
+        is_given = name in vars(distribution)
+        if is_given and not is_dependent(constraint):
+            yield constraint.check(getattr(distribution, name)).all()
+    for value in vars(distribution).values():
+        if isinstance(value, Distribution):
+            yield from _checks_of(value)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pyro
 import pyro.distributions as dist
@@ -255,6 +256,12 @@ def test_a_guide_that_cannot_be_vectorized_draws_one_by_one(monkeypatch):
     assert len(functions.flatten().unique()) == functions.numel() == 30
 
 
+def uniform_function(x, y=None):
+    width = pyro.sample("width", dist.Normal(torch.ones(()), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Uniform(torch.zeros(len(x)), width), obs=y)
+
+
 def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
     model, (x, y) = make_regressor(), regression_data()
     draws = draws_of(ps.MeanFieldGuide(model), 6)
@@ -263,6 +270,12 @@ def test_what_is_wrong_with_a_draw_is_an_error_wherever_it_comes():
         ps.predict(model, draws, x, y=y)
     with pyro.validation_enabled(False):  # as before: who switches it off gets what there is
         assert ps.predict(model, draws, x).mean.isnan().any()
+    x, y = torch.zeros(3), torch.full((3,), 0.5)
+    assert ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, 3.0])}, x, y=y)
+    with pytest.raises(ValueError, match="`y` must be in"):
+        ps.predict(uniform_function, {"width": torch.tensor([2.0, 0.3, 3.0])}, x, y=y)
+    with pytest.raises(ValueError, match="parameter low"):
+        ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, -1.0])}, x)
 
 
 def test_a_model_that_cannot_run_without_observations_says_so():
@@ -421,6 +434,7 @@ def test_a_pass_of_several_draws_leaves_none_of_its_tensors_in_a_model(attribute
     ])
     several = {"num_particles": 2, "vectorize_particles": True}
     elbo, pyros = ps.StructuredELBO(**several), pyro.infer.Trace_ELBO(**several)
+    message = r"A Binding sets \['running'\] to values of this pass alone."
     for is_training, use in (
         (True, lambda: elbo.loss(model, guide, x, y)),
         (True, lambda: pyros.loss(model, guide, x, y)),
@@ -429,8 +443,10 @@ def test_a_pass_of_several_draws_leaves_none_of_its_tensors_in_a_model(attribute
         (False, lambda: ps.element_scores.laplace_variances(model, guide, x)),
         (False, lambda: ps.predict(model, guide, x, num_samples=3)),
     ):
+        is_refused = is_training and attribute == "running"
         model.train(is_training)
-        use()
+        with pytest.raises(RuntimeError, match=message) if is_refused else nullcontext():
+            use()
         kept = [getattr(model.net, attribute), *model.net.history, *model.net.cache.values()]
         for value in (value for value in kept if value is not None):
             assert type(value) is torch.Tensor
