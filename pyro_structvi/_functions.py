@@ -2,28 +2,55 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
+from pyro.poutine.reparam_messenger import ReparamHandler
+from pyro.poutine.trace_messenger import TraceHandler
 from torch import nn
 
+MOST_VALUES = 100  # of a container
+_HOLDERS = (nn.Module, partial, dict, list, tuple)
 
-def modules_reached_by(function: Any) -> Iterator[nn.Module]:
-    """Yield a module, or the modules of a function or method: those of its object, and that it names.
 
-    Functions beside it that it names belong to it.
+def modules_reached_by(program: Any) -> Iterator[nn.Module]:
+    """Yield the modules of a program: itself, or those that it is bound to, has as attributes or names.
+
+    A function that a function beside it names belongs to it, and a container of few values, too.
     """
-    waiting, known = [function], set[int]()
+    waiting, known = [program], set[int]()
     while waiting:
         each = waiting.pop()
         if id(each) in known:
             continue
         known.add(id(each))
-        named, owner = named_by(each).values(), getattr(each, "__self__", None)
-        own = getattr(each if owner is None else owner, "__dict__", {}).values()
-        yield from (value for value in (each, owner, *own, *named) if isinstance(value, nn.Module))
-        functions = (value for value in named if isinstance(value, FunctionType))
-        waiting += [value for value in functions if value.__module__ == each.__module__]
+        if isinstance(each, nn.Module):
+            yield each
+        elif isinstance(each, partial):  # or a handler of Pyro
+            waiting += (each.func, *each.args, *each.keywords.values())
+        elif isinstance(each, (ReparamHandler, TraceHandler)):
+            waiting.append(each.fn)
+        elif isinstance(each, (dict, list, tuple)):
+            waiting += _values_in(each) if len(each) <= MOST_VALUES else ()
+        elif callable(each):
+            waiting += _parts_of(each)
+
+
+def _values_in(container: Any) -> Iterator[Any]:
+    values = container.values() if isinstance(container, dict) else container
+    return (value for value in values if isinstance(value, _HOLDERS))
+
+
+def _parts_of(function: Any) -> Iterator[Any]:
+    """Yield what may be or hold a module: the attributes of an object, and what a function names."""
+    owner = getattr(function, "__self__", function)
+    attributes = getattr(owner, "__dict__", {}).values()
+    named = named_by(function).values()
+    yield from (value for value in (owner, *attributes, *named) if isinstance(value, _HOLDERS))
+    for value in named:
+        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            yield value
 
 
 def named_by(function: Any) -> dict[str, Any]:

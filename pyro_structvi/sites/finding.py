@@ -112,8 +112,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
 
 def modules_of(model: Any) -> list[nn.Module]:
     """Return the modules of a model, which may be under handlers, or a function that names them."""
-    program = unwrapped(model)
-    roots = [program] if isinstance(program, nn.Module) else modules_reached_by(program)
+    roots = modules_reached_by(model)
     return [*dict.fromkeys(part for root in roots for part in root.modules())]
 
 

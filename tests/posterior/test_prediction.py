@@ -223,6 +223,22 @@ class WithAttribute:
     def run(self, x, y=None):
         return self.net(x, y)
 
+    def first(self, x, y=None):
+        return self.net[0](x, y)
+
+
+def with_argument(net, x, y=None):
+    return net(x, y)
+
+
+def with_option(x, y=None, *, net):
+    return net(x, y)
+
+
+def with_container(model):
+    nets = {"all": [model]}
+    return lambda x, y=None: nets["all"][0](x, y)
+
 
 def called_by_another_function(model):
     def run(x, y):
@@ -244,6 +260,10 @@ def called_by_another_function(model):
         WithAttribute,
         lambda model: WithAttribute(model).run,
         lambda model: partial(model, weights=None),
+        lambda model: partial(with_argument, model),
+        lambda model: pyro.poutine.scale(partial(with_option, net=model), scale=1.0),
+        with_container,
+        lambda model: WithAttribute([model]).first,
     ],
 )
 def test_a_wrapped_model_is_evaluated_like_a_bare_one(wrap):

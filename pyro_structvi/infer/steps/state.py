@@ -3,7 +3,7 @@
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any
@@ -76,11 +76,9 @@ def saved(
 class Modules:
     """The modules of model and guide, as callables, owners of methods, or variables that these name."""
 
-    def __init__(self, parts: Iterable[Callable[..., Any]]) -> None:
+    def __init__(self, parts: Sequence[Callable[..., Any]]) -> None:
+        self._roots = [root for part in parts for root in modules_reached_by(part)]
         self._functions = [unwrapped(part) for part in parts]
-        self._roots = [
-            root for function in self._functions for root in modules_reached_by(function)
-        ]
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Iterate over all modules."""
