@@ -6,9 +6,9 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from pyro.poutine.reparam_messenger import ReparamHandler
-from pyro.poutine.trace_messenger import TraceHandler
 from torch import nn
+
+from pyro_structvi._pyro import without_handlers
 
 MOST_VALUES = 100  # of a container
 _HOLDERS = (nn.Module, partial, dict, list, tuple)
@@ -21,16 +21,14 @@ def modules_reached_by(program: Any) -> Iterator[nn.Module]:
     """
     waiting, known = [program], set[int]()
     while waiting:
-        each = waiting.pop()
+        each = without_handlers(waiting.pop())
         if id(each) in known:
             continue
         known.add(id(each))
         if isinstance(each, nn.Module):
             yield each
-        elif isinstance(each, partial):  # or a handler of Pyro
+        elif isinstance(each, partial):
             waiting += (each.func, *each.args, *each.keywords.values())
-        elif isinstance(each, (ReparamHandler, TraceHandler)):
-            waiting.append(each.fn)
         elif isinstance(each, (dict, list, tuple)):
             waiting += _values_in(each) if len(each) <= MOST_VALUES else ()
         elif callable(each):

@@ -63,16 +63,21 @@ def unwrapped(program: Any) -> Any:
 
     Pyro's own ``unwrap`` stops at ``poutine.reparam``, and takes an argument of a partial for a program.
     """
+    while isinstance(program := without_handlers(program), partial):
+        program = program.func
+    return program
+
+
+def without_handlers(program: Any) -> Any:
+    """Return the program inside of Pyro's handlers, which may be a partial."""
     while True:
         if isinstance(program, (ReparamHandler, TraceHandler)):
             program = program.fn
-        elif not isinstance(program, partial):
-            return program
-        elif program.func is _context_wrap:
+        elif isinstance(program, partial) and program.func is _context_wrap:
             _, inner, *bound = program.args  # to an object, if a method has the handler
             program = MethodType(unwrapped(inner), *bound) if bound else inner
         else:
-            program = program.func
+            return program
 
 
 def under_innermost(program: Any, handler: Any) -> Any:

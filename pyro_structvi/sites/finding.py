@@ -27,6 +27,7 @@ from pyro_structvi._pyro import (
     declared_samples,
     outside_plates,
     unwrapped,
+    without_handlers,
 )
 from pyro_structvi._torch import inside_checkpoint, inside_forward_derivative, inside_transform
 from pyro_structvi.linalg.matrices import shrink
@@ -153,7 +154,7 @@ def check_runs_on_inputs(model: Any, args: tuple[Any, ...]) -> None:
 
 def _refusal(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return the words by which the signature of a model refuses arguments, None if it takes them."""
-    program = unwrapped(model)
+    program = without_handlers(model)
     try:
         signature(getattr(program, "forward", program)).bind(*args, **kwargs)
     except TypeError as error:
