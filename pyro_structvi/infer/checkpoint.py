@@ -167,7 +167,7 @@ class CheckpointFile:
         for name, values in saved["history"].items():
             setattr(run.history, name, [*values] if isinstance(values, list) else values.tolist())
         if run.measured is not None and saved["validation"] is not None:
-            run.measured.load(saved["validation"])
+            run.measured.load(saved["validation"], run.history)
         run.loss.elbo.step = run.done
         set_random_states(saved["random"], self._device)
 

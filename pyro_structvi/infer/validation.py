@@ -128,6 +128,8 @@ class Measurements:
         self._best: float | None = None
         self._waited = 0
         self._best_state: Mapping[str, Any] | None = None
+        # The state before a measurement at the end that is not on the schedule.
+        self._before_end: tuple[Any, ...] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -141,6 +143,8 @@ class Measurements:
         if (done % every and done != total) or done in history.validation_steps[-1:]:
             return
         value = self._measure()
+        own = self._best, self._waited, self._best_state, len(history.validation)
+        self._before_end = own if done % every else None
         history.validation.append(value)
         history.validation_steps.append(done)
         weight = self._loss.elbo.kl_weight
@@ -171,12 +175,15 @@ class Measurements:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the state of a run that can be resumed."""
-        best = plain("model", self._best_state)
-        return {"value": self._best, "waited": self._waited, "best": best}
+        """Return the state of a run that can be resumed, maybe for longer than to this end."""
+        own = self._best, self._waited, self._best_state, None
+        value, waited, best, count = own if self._before_end is None else self._before_end
+        return {"value": value, "waited": waited, "best": plain("model", best), "count": count}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], history: History) -> None:
         """Go on from what :meth:`state` returned; the best is known if parameters were kept there."""
+        if state["count"] is not None:
+            del history.validation[state["count"] :], history.validation_steps[state["count"] :]
         if state["best"] is not None:
             self._best, self._waited = state["value"], state["waited"]
             self._best_state = state["best"]

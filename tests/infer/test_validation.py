@@ -261,6 +261,17 @@ def test_a_run_that_goes_on_knows_the_best(stop, tmp_path):
     assert found_drawn == drawn
 
 
+def test_a_run_that_goes_on_forgets_the_measurement_at_its_former_end(tmp_path):
+    """The whole run does not measure after 7 steps, where the metric is highest here."""
+    values = [0.0, 1.0, 3.0, 2.0, 1.0, 2.5, 2.0]
+    expected, state, _ = fit_in_part(values, None, None, num_steps=12)
+    part, _, _ = fit_in_part([0.0, 1.0, 3.0, 2.0, 9.0], tmp_path / "run.pt", None, num_steps=7)
+    assert part.validation_steps == [0, 2, 4, 6, 7]
+    found, found_state, _ = fit_in_part(values[4:], tmp_path / "run.pt", None, num_steps=12)
+    assert vars(found) == vars(expected)
+    assert_equal(found_state, state)
+
+
 @pytest.mark.slow
 def test_a_run_that_has_stopped_stays_so_and_goes_on_with_more_patience(tmp_path):
     path = tmp_path / "run.pt"
