@@ -24,7 +24,7 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import prior_buffers
 from pyro_structvi.posterior.files import check_parts, parts_of, write_atomically
 
-FORMAT = 5
+FORMAT = 6
 
 # Options of an optimizer that say how it computes, depend on the number of steps, are compared
 # otherwise, or follow from priors and starts.
