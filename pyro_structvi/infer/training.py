@@ -278,10 +278,12 @@ def make_optimizer(
 
 
 def initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let a guide make the parameters that it makes at its first call."""
+    """Let a guide make the parameters that it makes at its first call, and compare several examples."""
     if isinstance(guide, StructuredGuide):
         if not guide.is_initialized:
             guide.handed_out.clear()  # the optimizer is made afterwards
+            guide.initialize(*args, **kwargs)
+        elif any(use.is_uncompared for use in guide.uses.values()):  # single ones were seen
             guide.initialize(*args, **kwargs)
     elif not list(guide.parameters()):
         with torch.no_grad():

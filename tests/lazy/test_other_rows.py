@@ -309,6 +309,19 @@ def test_several_examples_after_one_have_a_drawn_weight(make_guide):
     assert uses == [(True, True), (False, False), (False, False)]
 
 
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_fit_of_several_examples_after_single_ones_draws_outputs(mixes):
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), noise=0.1)
+    guide = ps.MixtureGuide(model, ps.MeanFieldGuide, 2) if mixes else ps.MeanFieldGuide(model)
+    x, y, uses = torch.randn(4, 3), torch.randn(4, 1), []
+    for size in (1, None):
+        ps.fit(model, guide, (x, y), num_steps=2, batch_size=size, progress=False)
+        parts = guide.members if mixes else [guide]
+        uses.append([part.uses["net.weight"].is_uncompared for part in parts])
+    assert uses[0] == [True for _ in parts]
+    assert uses[1] == [False for _ in parts]
+
+
 def test_runs_that_are_compared_have_the_same_random_numbers_of_python():
     class Dropping(nn.Linear):
         def forward(self, x):
