@@ -79,9 +79,8 @@ def checked(target: T) -> T:
 def _of_types(target: Callable[..., Any]) -> Signature:
     """Return the signature of a function with types alone, which a help text shows."""
     own, given = signature(target), target.__annotations__.items()
-    known = {
-        name: each for name, each in given if not isinstance(each, str)
-    }  # those in quotes may be later
+    # What annotations in quotes name may be defined later.
+    known = {name: each for name, each in given if not isinstance(each, str)}
     hints = get_type_hints(SimpleNamespace(__annotations__=known))
     return own.replace(
         parameters=[

@@ -121,7 +121,7 @@ class StructuredModule(LightningModule):
         num_samples: Count | None = None,
     ) -> None:
         super().__init__()
-        check_parts_of_fit(model, guide, optimizer)
+        check_parts_of_fit(model, guide, optimizer, lr)
         is_structured = isinstance(guide, StructuredGuide)
         if not (guide.is_initialized if is_structured else [*guide.parameters()]):
             raise ValueError(

@@ -111,9 +111,6 @@ class Run:
         for number, group in enumerate(optimizer.options):
             for name in group.keys() - NOT_COMPARED:
                 self.settings[f"the option `{name}` of `optimizer` in group {number}"] = group[name]
-        for name, buffer in _constants(loss):
-            least, most = buffer.aminmax()
-            self.settings[f"`{name}` of the model"] = f"{least:.6g} to {most:.6g}"
         if measured is not None:
             self.settings |= measured.settings
 
@@ -247,6 +244,15 @@ class CheckpointFile:
     def _check(self, run: Run, saved: Mapping[str, Any]) -> None:
         """Raise unless settings, parameters and the schedules of the steps taken are as they were."""
         check_parts(saved["parts"], run.loss.parts[0])
+        model = saved["model"] or {}
+        for name, own in _constants(run.loss):
+            given = model.get(name, own)
+            is_alike = (given.shape, given.dtype) == (own.shape, own.dtype)
+            if is_alike and not torch.equal(given.cpu(), own.cpu()):
+                raise ValueError(
+                    f"`checkpoint` must go on with what it was begun with, but `{name}` of the model "
+                    f"has other values here than in '{self._path}'. Pass the same, or another path."
+                )
         for name, own in plain("optimizer", run.settings).items():
             self._check_same(name, own, saved["settings"].get(name))
         elbo, rate = run.loss.elbo, run.optimizer.rate
@@ -280,8 +286,7 @@ def _constants(loss: Loss) -> Iterator[tuple[str, torch.Tensor]]:
         own = part.named_buffers(recurse=False) if isinstance(part, Likelihood) else ()
         given = [(name, buffer) for name, buffer in own if name in OF_LIKELIHOOD]
         for name, buffer in (*given, *prior_buffers(part)):
-            if buffer.numel():
-                yield f"{path}.{name}".removeprefix("."), buffer
+            yield f"{path}.{name}".removeprefix("."), buffer
 
 
 def _as_tensor(values: list[Any]) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from inspect import signature
 from typing import Annotated, Any, Literal
 
 import torch
@@ -133,7 +134,7 @@ def fit(
         >>> history.elbo[-1] > history.elbo[0]
         True
     """
-    check_parts_of_fit(model, guide, optimizer)
+    check_parts_of_fit(model, guide, optimizer, lr)
     device = next((parameter.device for parameter in guide.parameters()), None)
     file = CheckpointFile(checkpoint, device)
     loader = as_batches(data, batch_size, device, file.place["seed"])
@@ -206,7 +207,7 @@ def _train(step: Callable[..., StepTerms], run: Run, file: CheckpointFile, bar: 
 # ---- arguments, of `fit` and of `pyro_structvi.lightning` -------------------------------------------
 
 
-def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any) -> None:
+def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) -> None:
     """Raise unless model and guide can be trained, and the optimizer is one of torch's."""
     if isinstance(model, StructuredGuide):
         raise TypeError(
@@ -230,6 +231,13 @@ def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any) -> None:
             "`optimizer` must be `torch.optim.Adam` or another function of `(parameters, lr=lr)` that "
             f"returns an optimizer of torch, but got {brief(optimizer)}. Pass Pyro's to `CompiledSVI`."
         )
+    if lr is None and optimizer is not None:
+        rate = signature(optimizer).parameters.get("lr")
+        if rate is not None and rate.default is rate.empty:
+            raise ValueError(
+                "`lr` must be a number where `optimizer` has no rate of its own, but got None. "
+                "Write `fit(..., lr=1e-3)`."
+            )
 
 
 def check_local_sites(guide: nn.Module, num_batches: float) -> None:
@@ -282,8 +290,7 @@ def initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if isinstance(guide, StructuredGuide):
         if not guide.is_initialized:
             guide.handed_out.clear()  # the optimizer is made afterwards
-            guide.initialize(*args, **kwargs)
-        elif any(use.is_uncompared for use in guide.uses.values()):  # single ones were seen
+        if not guide.is_initialized or any(use.is_uncompared for use in guide.uses.values()):
             guide.initialize(*args, **kwargs)
     elif not list(guide.parameters()):
         with torch.no_grad():

@@ -28,6 +28,7 @@ from pyro_structvi._torch import tree_map
 from pyro_structvi.infer.elbo import LinearAnnealing
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.steps.eager import Loss
+from pyro_structvi.nn.random_module import separate_elements
 from pyro_structvi.posterior.prediction import Prediction, predict
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.finding import separate_randomness
@@ -235,6 +236,7 @@ def load_parts(loss: Loss, state: Mapping[str, Any]) -> None:
 
 def _load(loss: Loss, state: Mapping[str, Any]) -> None:
     for name, part in loss.named_children():
+        separate_elements(part)
         part.load_state_dict(state[name])
         buffers = dict(part.named_buffers())
         with torch.no_grad():

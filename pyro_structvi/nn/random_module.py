@@ -25,6 +25,7 @@ from pyro_structvi._torch import (
     METADATA,
     after_backward,
     forward_hooks,
+    has_overlap,
     inside_backward,
     inside_reentrant_backward,
     parts_kept,
@@ -456,6 +457,14 @@ def buffers_that_change(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in frozen:
             yield name, buffer
+
+
+def separate_elements(module: nn.Module) -> None:
+    """Give each element of the buffers of a module and its parts a place, for a state to be loaded."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if has_overlap(buffer):
+                setattr(part, name, buffer.clone())
 
 
 def prior_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

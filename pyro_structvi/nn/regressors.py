@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from pyro_structvi._checks import (
     Count,
@@ -20,7 +21,7 @@ from pyro_structvi._checks import (
     shape_text,
 )
 from pyro_structvi._pyro import declared_samples
-from pyro_structvi.linalg.matrices import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single, log_gamma_ratio, shrink
 from pyro_structvi.nn.likelihood import Likelihood, Output, Terms
 from pyro_structvi.nn.priors import check_constant, resolve_prior, sample_from
 from pyro_structvi.nn.random_module import prior_of
@@ -35,6 +36,7 @@ DegreesOfFreedom = Annotated[
 ]
 
 SMALLEST_SCALE = 1e-6  # of heteroscedastic noise, which must not round to zero
+LARGEST_RATE = 1e18  # of a draw of counts by torch
 
 
 class Regressor(Likelihood):
@@ -142,7 +144,7 @@ class Regressor(Likelihood):
             y = at_least_single(y)
             check_same_kind("y", y, "net(x)", mean)
         event = mean.dim() - plates - 1
-        noise = dist.Normal if self.df is None else partial(dist.StudentT, self.df)
+        noise = dist.Normal if self.df is None else partial(StudentTNoise, self.df)
         self._observe(lambda: noise(mean, scale).to_event(event), y)
         return mean
 
@@ -174,6 +176,19 @@ class Regressor(Likelihood):
             target, meaning = mean.shape[plates + 1 :], "the shape of a target by the net's output"
             check_broadcastable("standardize[1].mean(0)", self.target_mean, target, meaning)
         return mean * self.target_scale + self.target_mean, scale * self.target_scale
+
+
+class StudentTNoise(dist.StudentT):
+    """Student's t-distribution with the right density also for many degrees of freedom."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return log densities of the values' shape, in nats."""
+        if self._validate_args:
+            self._validate_sample(value)
+        df, square = shrink(self.df, self.df.dim()), ((value - self.loc) / self.scale).square()
+        constant = log_gamma_ratio(df, 1) - 0.5 * (math.pi * df).log() - self.scale.log()
+        log_prob: Tensor = constant - 0.5 * (df + 1) * (square / df).log1p()
+        return log_prob
 
 
 class PoissonRegressor(Likelihood):
@@ -216,20 +231,31 @@ class LogRatePoisson(dist.Poisson):
         tensor(-200.)
     """
 
-    def __init__(self, log_rate: Tensor, validate_args: bool | None = None) -> None:
-        self.log_rate = log_rate
-        super().__init__(log_rate.exp(), validate_args=validate_args)
+    arg_constraints: ClassVar = {"log_rate": constraints.real}
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+    def __init__(self, log_rate: Tensor, validate_args: bool | None = None) -> None:
+        self.log_rate, self.is_sparse = log_rate, False
+        torch.distributions.Distribution.__init__(self, log_rate.shape, validate_args=validate_args)
+
+    @property
+    def rate(self) -> Tensor:
+        """The expected counts, ``(*batch,)``."""
+        return self.log_rate.exp()
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "LogRatePoisson":
         """Return this distribution with a larger batch shape, sharing memory."""
-        new = self._get_checked_instance(LogRatePoisson, _instance)
-        new.log_rate = self.log_rate.expand(batch_shape)
-        return super().expand(batch_shape, new)
+        new: LogRatePoisson = self._get_checked_instance(LogRatePoisson, _instance)
+        LogRatePoisson.__init__(new, self.log_rate.expand(batch_shape), validate_args=False)
+        new._validate_args = self._validate_args
+        return new
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw counts ``(*sample_shape, *batch)``."""
+        """Draw counts ``(*sample_shape, *batch)``; a rate above 1e18 is its own draw."""
         shape = self._extended_shape(torch.Size(sample_shape))
-        return torch.poisson(self.rate.detach().expand(shape).clamp_max(1e18))  # as whole numbers
+        rate = self.rate.detach().expand(shape)
+        # Torch draws in int64, and negative counts beyond it.
+        drawn = torch.poisson(rate.clamp_max(LARGEST_RATE))
+        return torch.where(rate < LARGEST_RATE, drawn, rate)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return log probabilities; sums are in double, because large terms of large counts cancel."""

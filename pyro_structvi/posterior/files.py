@@ -5,7 +5,8 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from importlib import import_module
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -21,7 +23,7 @@ from pyro_structvi._checks import Program, brief, checked, shape_text
 from pyro_structvi._pyro import declared_samples, plain_class, unwrapped
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior
-from pyro_structvi.nn.random_module import frozen_keys
+from pyro_structvi.nn.random_module import frozen_keys, separate_elements
 from pyro_structvi.posterior.pruning import prune_inducing_factors
 from pyro_structvi.sites.autoguide import check_made_of
 from pyro_structvi.sites.family import Family, check_options
@@ -30,7 +32,7 @@ from pyro_structvi.weights.torch_distributions import base_of, tensors_of
 
 KEY = "pyro_structvi"  # of the header in the metadata of a file
 FORMAT = 5
-PACKAGES = (KEY, "torch", "pyro")
+PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 OPTIONS = "._extra_state"  # of families; of any shape
 MASK = "_factor_mask"  # of pruned inducing weights
@@ -57,9 +59,10 @@ def save(
             only digests of its bytes; :func:`load` refuses another base.
 
     Raises:
-        TypeError: If an option of the guide is a function, or an entry of a state dict is not a tensor
-            with values, of a dtype that safetensors has.
-        ValueError: If the guide is of another model or has no site yet, or the path is a folder's.
+        TypeError: If an option of the guide is a function, an entry of a state dict is not a tensor, or
+            safetensors lacks its dtype, such as ``torch.complex128``.
+        ValueError: If the guide is of another model or has no site yet, a tensor is on the meta device,
+            or the path is a folder's.
         OSError: If the file cannot be written.
 
     Example:
@@ -87,7 +90,7 @@ def save(
     }
     header = {
         "format": FORMAT,
-        "versions": {name: import_module(name).__version__ for name in PACKAGES},
+        "versions": {name: _version_of(name) for name in PACKAGES},
         "guide": _write_guide(guide, tensors),
         "model": parts_of(model),
         "left_out": {key: _digest(value) for key, value in left_out.items()},
@@ -123,8 +126,7 @@ def load(
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it was not written by :func:`save`, has another format or an unknown family, or
-            belongs to another model or guide.
-        TypeError: If the model is on the meta device.
+            belongs to another model or guide; if the model is on the meta device.
         RuntimeError: If ``guide`` has families of other classes or options.
 
     Example:
@@ -160,8 +162,18 @@ def load(
     for name, own in states.items():
         if own:
             loaded = {key.removeprefix(f"{name}."): tensors[key] for key in own}
-            unwrapped(parts[name]).load_state_dict(loaded)
+            module = unwrapped(parts[name])
+            separate_elements(module)
+            module.load_state_dict(loaded)
     return guide
+
+
+def _version_of(package: str) -> str:
+    """Return the version of a package, which may be on the path without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 # ---- states --------------------------------------------------------------------------------------
@@ -172,14 +184,33 @@ def _state_of(name: str, part: Any) -> dict[str, Tensor]:
     module = unwrapped(part)
     state = module.state_dict() if isinstance(module, nn.Module) else {}
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.is_meta or value.dtype == torch.complex128:
-            got = "on the meta device" if value.is_meta else brief(value)
+        if not isinstance(value, Tensor):
             raise TypeError(
-                f"`{name}` must have a state of tensors with values, in a dtype of safetensors, but "
-                f"`{name}.state_dict()['{key}']` is {got}. Keep it out of the state dict; for "
-                "a complex number keep `torch.view_as_real(...)`, and make the model on a CPU or GPU."
+                f"`{name}` must have a state of tensors, but `{name}.state_dict()['{key}']` is "
+                f"{brief(value)}. Keep it out of the state dict, or save the state by `torch.save`."
+            )
+        if not _can_hold(value.dtype):
+            raise TypeError(
+                f"`{name}` must have a state of dtypes that safetensors holds, but `{name}.state_dict()"
+                f"['{key}']` is {value.dtype}. For a complex number keep `torch.view_as_real(...)`, or "
+                "save the state by `torch.save`."
+            )
+        if value.is_meta:
+            raise ValueError(
+                f"`{name}` must have a state with values, but `{name}.state_dict()['{key}']` is on the "
+                "meta device. Make model and guide on a device with memory, such as a CPU."
             )
     return {f"{name}.{key}": value.detach() for key, value in state.items()}
+
+
+@cache
+def _can_hold(dtype: torch.dtype) -> bool:
+    """Whether a file can hold tensors of a dtype; safetensors has a private table."""
+    try:
+        to_bytes({"empty": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return False
+    return True
 
 
 def _frozen_in(model: Any) -> dict[str, Tensor]:
@@ -400,25 +431,24 @@ def _make_guide(name: str, model: Any, options: dict[str, Any]) -> StructuredGui
 
 
 def _make_family(name: str, options: dict[str, Any]) -> Family:
-    found = [
-        kind
-        for kind in _subclasses(Family)
-        if kind.__name__ == name and options.keys() <= {each.name for each in fields(kind)}
-    ]
-    # A class of this package wins, and else the last one, as of a notebook's cell that ran twice.
-    found.sort(key=lambda kind: kind.__module__.startswith(f"{KEY}."))
+    found = [kind for kind in _subclasses(Family) if kind.__name__ == name]
+    found = [kind for kind in found if options.keys() <= {each.name for each in fields(kind)}][::-1]
+    # A class of this package wins over the user's classes with its name, and of these the last one, as
+    # of a notebook's cell that ran twice.
+    found.sort(key=lambda kind: not kind.__module__.startswith(f"{KEY}."))
     if not found:
         raise ValueError(
             f"The file has the family {name}({', '.join(options)}), which is unknown here. Import the "
             "module that defines it, or read the file with the version that wrote it."
         )
-    family: Family = found[-1](**options)
+    family: Family = found[0](**options)
     return family
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for each in kind.__subclasses__():
-        yield from (each, *_subclasses(each))
+        yield each
+        yield from _subclasses(each)
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -447,3 +477,9 @@ def write_atomically(name: str, path: Path, write: Callable[[Path], Any]) -> Non
             f"`{name}` could not be written to '{path}', where the last one still is if there was "
             f"one: {error}"
         ) from error
+    if os.name == "posix":  # elsewhere folders cannot be opened
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -102,9 +102,14 @@ def _chosen(
 
 def _values_of(functions: Mapping[str, Any], draw: Values) -> Values:
     """Return the values of functions of one draw, stacked with no other."""
-    found = {name: function(draw) for name, function in functions.items()}
-    for name, value in found.items():
-        check(f"functions[{name!r}](draw)", value, Tensor)
+    found = {}
+    for name, function in functions.items():
+        try:
+            found[name] = function(draw)
+        except Exception as error:
+            error.add_note(f"`functions[{name!r}]` was called with a draw of the sites {[*draw]}.")
+            raise
+        check(f"functions[{name!r}](draw)", found[name], Tensor)
     return {name: value[None] for name, value in found.items()}
 
 

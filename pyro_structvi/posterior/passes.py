@@ -161,10 +161,18 @@ def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> Values
     """Return the values of a guide's sites without auxiliary sites."""
     with poutine.block():
         trace = poutine.trace(poutine.mask(guide, mask=False)).get_trace(*args)
+    sites = sample_nodes(trace)
+    roles = {name: SiteRole.of(site) for name, site in sites.items()}
+    observed = [name for name, role in roles.items() if role.is_observation]
+    if observed:
+        raise TypeError(
+            f"`posterior` must be a guide, which samples latent sites only, but got a program with the "
+            f"observations {observed}. Pass the guide, not the model."
+        )
     return {
-        name: as_drawn(site["value"])
-        for name, site in sample_nodes(trace).items()
-        if not SiteRole.of(site).is_auxiliary
+        name: as_drawn(sites[name]["value"])
+        for name, role in roles.items()
+        if not role.is_auxiliary
     }
 
 

@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, nn
 
-from pyro_structvi._checks import brief, warn_user
+from pyro_structvi._checks import brief, checked, naming, warn_user
 from pyro_structvi._pyro import (
     forget_parameters,
     has_parameters,
@@ -26,7 +26,7 @@ from pyro_structvi._pyro import (
 )
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
-from pyro_structvi.sites.family import CreatePlates, InitLocFn, check_options
+from pyro_structvi.sites.family import KEY, CreatePlates, InitLocFn, check_options
 from pyro_structvi.sites.latent_site import Plate
 
 _NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
@@ -44,7 +44,7 @@ def declare_parameters(guide: nn.Module) -> None:
     named = [*guide.named_parameters(_name_of(guide))]
     for key, parameter in named if mirror else ():
         loaded = loaded_parameter(key)
-        if loaded is not None and not torch.equal(loaded.to(parameter), parameter):
+        if loaded is not None and not _is_equal(loaded, parameter):
             raise RuntimeError(
                 f"Pyro's param store has another value than the guide for its parameter '{key}', as "
                 "after `pyro.get_param_store().load(...)`. A guide owns its parameters: save "
@@ -60,6 +60,10 @@ def declare_parameters(guide: nn.Module) -> None:
         if mirror:
             mirror_parameter(key, parameter)
         _declare(parameter, name=key)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and bool((one.to(other) == other).all()))
 
 
 _declare = effectful(lambda parameter: parameter, type="param")
@@ -211,6 +215,32 @@ class OwningAutoGuide(AutoGuide):
                 "which it was saved. Load them too, `model.load_state_dict(...)`.",
                 ModelStateWarning,
             )
+
+    @checked
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state dict of a guide with the same families and options; see torch.
+
+        Raises:
+            RuntimeError: If families, options or shapes differ, or names with ``strict``. Nothing has
+                changed then.
+        """
+        check_options(self, state_dict, "")
+        own = self.state_dict()
+        fitting = {
+            name: own[name]
+            for name, value in state_dict.items()
+            # Options have any length.
+            if name in own
+            and (name.endswith(KEY) or getattr(value, "shape", None) == own[name].shape)
+        }
+        wrong_shapes = [name for name in state_dict if name in own and name not in fitting]
+        with naming("state_dict", state_dict):
+            if wrong_shapes or (strict and own.keys() != state_dict.keys()):
+                # Torch raises the error, and can load current values only.
+                super().load_state_dict({**state_dict, **fitting}, strict)
+            return super().load_state_dict(state_dict, strict, assign)
 
     def _check_given_plates(self, plates: Mapping[str, str]) -> None:
         """Raise a ``ValueError`` for plates with a subsample that the guide would draw anew, by site."""

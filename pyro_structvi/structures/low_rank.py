@@ -255,11 +255,8 @@ class _LowRankOutputs(GaussianOutputs):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         shape, samples = self._extended_shape(sample_shape), torch.Size(sample_shape).numel()
-        batch, size, rank = (
-            self.batch_shape.numel(),
-            self.event_shape.numel(),
-            self._matrices.shape[-3],
-        )
+        batch, size = self.batch_shape.numel(), self.event_shape.numel()
+        rank = self._matrices.shape[-3]
         coefficients = self._alpha**0.5 * standard_normal((batch, samples, rank), self.loc)
         images = self.factors.reshape(batch, rank, size)
         draws = torch.baddbmm(self.loc.reshape(batch, 1, size), coefficients, images)

@@ -61,6 +61,11 @@ OF_METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "quantiles": lambda guide: {"quantiles": [0.1, 0.5]},
     **dict.fromkeys(("to_net", "sampled"), lambda guide: {"draw": make("MeanFieldGuide").draw()}),
     "sample_functions": lambda guide: {"num_samples": 2},
+    "load_state_dict": lambda guide: {
+        "state_dict": guide.state_dict(),
+        "strict": True,
+        "assign": False,
+    },
     "log_prob": lambda q: {"value": q.rsample() if q.has_rsample else q.sample()},
     **dict.fromkeys(("rsample", "sample"), lambda q: {"sample_shape": (2,)}),
     "expand": lambda q: {"batch_shape": torch.Size([2])},

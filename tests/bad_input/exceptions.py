@@ -125,6 +125,11 @@ EXCEPTIONS = {
         "float32, whole, deeper": ("RankOne*.forward.x",),
         "complex, float32, whole, deeper": ("WalshHadamard*.forward.x",),
     },
+    "torch lists all names that are missing, however many": {
+        "unknown key, text as entry, none as entry, class as entry, empty": (
+            "*.load_state_dict.state_dict",
+        ),
+    },
     "a file that is not there has Python's own class of error": {"text": ("load.path",)},
     "torch.compile is asked at the first step": {"text": ("CompiledSVI.backend",)},
 }

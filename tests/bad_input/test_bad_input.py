@@ -109,6 +109,7 @@ def test_examples():
         pass
 
     array, pyros = torch.zeros(5, 3).numpy(), pyro.optim.Adam({"lr": 0.1})
+    rate = r"`lr` must be a number where `optimizer` has no rate of its own, but got None\. Write"
     keys, no_rows = {3: MeanField()}, nn.Linear(0, 3)
     for error, message, call in (
         (TypeError, r"`x` must be a tensor, or a tuple .* but got \(\)", lambda: predict(())),
@@ -116,6 +117,7 @@ def test_examples():
         (TypeError, r"`x` must be .* ndarray of shape \(5, 3\).*`torch.as", lambda: predict(array)),
         (TypeError, "`optimizer` must be `torch.optim.Adam` or", lambda: fit(optimizer=pyros)),
         (TypeError, "an Optimizer, but got None", lambda: fit(optimizer=none, lr=0.1)),
+        (ValueError, rate, lambda: fit(optimizer=none, lr=None)),
         (TypeError, "`data` must know its length .* Stream does", lambda: fit(data=Stream())),
         (TypeError, "`data` must know its length .* Counted does", lambda: fit(data=Counted())),
         (TypeError, "in a DataLoader needs `__len__`", lambda: fit(data=DataLoader(Stream()))),

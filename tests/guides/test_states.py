@@ -114,6 +114,7 @@ def test_options_that_cannot_be_read_or_are_not_there():
     state = {name: value + 1.0 for name, value in before.items() if "extra" not in name}
     with pytest.raises(RuntimeError, match=r"Missing key.*net/0/weight\._extra_state"):
         guide.load_state_dict(state)
+    assert_unchanged(guide, before)
     assert len(guide.load_state_dict(state, strict=False).missing_keys) == 2
     assert_unchanged(guide, before | state)
 
@@ -133,6 +134,20 @@ def test_differences_of_couplings_of_pruned_sites_and_of_many_sites_are_named():
     model = ps.Regressor(ps.bayesianize(net, prior=1.0), 12, 0.3)
     with pytest.raises(RuntimeError, match=r"'net\.4\.weight', and 4 more\. Make"):
         ps.KTiedGuide(model, 1).load_state_dict(ps.KTiedGuide(model, 2).state_dict())
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    guide, state = make(MeanField()), randomize(make(MeanField())).state_dict()
+    before, last = snapshot(guide), list(state)[-3]
+    missing = {name: value for name, value in state.items() if name != last}
+    for wrong in (state | {last: torch.zeros(7)}, missing, state | {"other": torch.zeros(3)}):
+        with pytest.raises(RuntimeError, match=r"size mismatch|Missing key|Unexpected key"):
+            guide.load_state_dict(wrong)
+        assert_unchanged(guide, before)
+    for names in (missing, state | {"other": torch.zeros(3)}):
+        guide.load_state_dict(before)
+        guide.load_state_dict(names, strict=False)
+        assert not torch.equal(guide["net.0.weight"].loc, before["posteriors.net/0/weight.loc"])
 
 
 def test_the_options_are_checked_in_a_parent_and_in_a_part():
@@ -155,6 +170,10 @@ def test_a_loaded_tensor_can_be_assigned():
     guide, state = make(KTied(2)), randomize(make(KTied(2))).state_dict()
     guide.load_state_dict(state, assign=True)
     assert guide["net.0.weight"].loc.data_ptr() == state["posteriors.net/0/weight.loc"].data_ptr()
+    kept = guide["net.0.weight"].loc
+    with pytest.raises(RuntimeError, match="Missing key"):
+        guide.load_state_dict(dict([*snapshot(guide).items()][:-1]), assign=True)
+    assert guide["net.0.weight"].loc is kept
 
 
 @dataclass(frozen=True)

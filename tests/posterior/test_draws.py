@@ -67,6 +67,7 @@ def test_what_is_no_posterior_of_the_model_is_refused():
         (AutoNormal, "the class AutoNormal"),
         (model, "got the model"),
         (poutine.scale(model, scale=0.5), "got the model"),
+        (make_regressor(), r"a program with the observations \['obs'\]"),
         (None, "but got None"),
         (3, "but got 3"),
     ]:

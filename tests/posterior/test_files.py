@@ -274,7 +274,7 @@ def options_of(guide):
     [
         (
             lambda header, guide: header.update(format=99),
-            f"must be a file of format 5, but .* has format 99, by pyro_structvi {ps.__version__}",
+            f"must be a file of format 5, but .* has format 99, by pyro-structvi {ps.__version__}",
         ),
         (lambda header, guide: header.pop("model"), "must be a file of `pyro_structvi.save`, but"),
         (lambda header, guide: header.update(left_out=0), "must be a file of `pyro_structvi.save`"),

@@ -292,10 +292,15 @@ def test_wrong_choices_are_refused(options, error, message):
         call(**options)
 
 
-def test_functions_of_another_shape_are_named():
+def test_functions_of_another_shape_or_with_an_error_are_named():
     sizes = iter(range(1, 5))
     with pytest.raises(ValueError, match=r"same shape for each draw, but got \(1,\) and \(2,\)"):
         call(functions={"growing": lambda draw: torch.zeros(next(sizes))})
+    with pytest.raises(KeyError) as raised:
+        call(functions={"norm": lambda draw: draw["net.0.weigth"].norm()})
+    assert raised.value.__notes__[0].startswith(
+        "`functions['norm']` was called with a draw of the sites ['net.0.weight', 'net.0.bias'"
+    )
 
 
 def test_a_model_without_outputs_or_with_a_site_of_that_name_is_refused():

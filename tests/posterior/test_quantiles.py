@@ -21,7 +21,8 @@ def test_students_t_has_a_closed_form(df):
     values = torch.linspace(-40, 40, 101).requires_grad_(True)
     found = student_t_cdf(values, df)
     own = values.detach().numpy()
-    torch.testing.assert_close(found, torch.from_numpy(t.cdf(own, df)), rtol=0, atol=1e-13)
+    atol = 1e-13 if df % 1 else 1e-14
+    torch.testing.assert_close(found, torch.from_numpy(t.cdf(own, df)), rtol=0, atol=atol)
     (density,) = torch.autograd.grad(found.sum(), values)
     torch.testing.assert_close(density, torch.from_numpy(t.pdf(own, df)), rtol=0, atol=1e-13)
     far = torch.tensor([-1e12, 1e12])
