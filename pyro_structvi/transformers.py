@@ -30,7 +30,7 @@ except ImportError as error:
 from pyro_structvi._checks import Count, brief, checked
 from pyro_structvi._pyro import unwrapped
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.infer.data_warnings import set_num_data
+from pyro_structvi.infer.data_warnings import set_num_data, warn_of_first_batch
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.training import Weight, make_optimizer, objective_of
 from pyro_structvi.infer.validation import same_randomness
@@ -152,7 +152,7 @@ class StructuredTrainer(Trainer):
                 "the place of a decay of weights, and the optimizer is StructuredAdam. Leave them out, "
                 "or pass another optimizer by `optimizers=(optimizer, schedule)`."
             )
-        self._kl_weight = kl_weight
+        self._kl_weight, self._is_checked = kl_weight, False
         super().__init__(_Bound(model, guide, num_samples), args, **options)
         if not args.fp16:  # whose scaler leaves out such steps
             self.add_callback(_FiniteGradients)
@@ -173,7 +173,14 @@ class StructuredTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a mini-batch, with the weight of the KL at this step."""
-        self.model.elbo.step = self.state.global_step
+        bound = self.model
+        bound.elbo.step = self.state.global_step
+        if model.training and not self._is_checked:
+            net_inputs = dict(inputs)
+            labels = net_inputs.pop("labels", None)
+            parts = bound.model, bound.guide
+            warn_of_first_batch(parts, (net_inputs, labels), {}, 1, bound.model.num_data)
+            self._is_checked = True
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

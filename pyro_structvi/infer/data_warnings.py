@@ -1,6 +1,7 @@
 """Warnings of data that a fit will not do well with: before its first step, and after its last."""
 
 import math
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +23,9 @@ from pyro_structvi.weights.torch_distributions import base_of
 
 PRIOR_DRAWS = 4
 FAR = 10.0  # standard deviations of the prior predictive
+FAR_START = (
+    30.0  # standard deviations of the prior, near the most that 1,000 steps of 0.1 move a mean
+)
 LARGE_INPUT = 1000.0
 # Products for each of the layer's, which take less long: a hundred times the layer's time.
 SLOW = 400
@@ -108,6 +112,7 @@ def warn_of_first_batch(
     for name, draws in seen.sites.items():
         _warn_of_far(name, draws[0]["value"], [base_of(draw["fn"]) for draw in draws])
     if isinstance(guide, StructuredGuide):
+        _warn_of_far_starts(guide, seen.priors)
         sizes = [len(each) for each in nested_tensors((args, kwargs)) if each.dim()]
         _warn_of_slow(guide, max(sizes, default=1))
 
@@ -139,11 +144,12 @@ def warn_of_ignored_data(history: History) -> None:
 
 
 class _PriorPredictive(Messenger):
-    """Records observed sites, and the first input of a layer that has sites."""
+    """Records observed sites, priors of the others, and the first input of a layer that has sites."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sites: dict[str, list[Any]] = {}
+        self.priors: dict[str, Any] = {}
         self.inputs: list[float] = []
 
     def note_input(self, module: Any, given: Any) -> None:
@@ -158,6 +164,8 @@ class _PriorPredictive(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if SiteRole.of(msg).is_observation:
             self.sites.setdefault(msg["name"], []).append(msg)
+        else:
+            self.priors[msg["name"]] = base_of(msg["fn"])
 
 
 def _warn_of_far(name: str, y: Any, priors: list[Any]) -> None:
@@ -176,6 +184,30 @@ def _warn_of_far(name: str, y: Any, priors: list[Any]) -> None:
             "so the posterior will not reach them. Standardize them, `y = (y - y.mean()) / y.std()`, "
             "and predictions back; or widen the priors.",
             DataScaleWarning,
+        )
+
+
+def _warn_of_far_starts(guide: StructuredGuide, priors: dict[str, Any]) -> None:
+    """Warn of posteriors that start many standard deviations of the prior from its mean."""
+    distances = {}
+    with separate_randomness(), torch.no_grad():
+        for name, value in guide.joint_posterior().median().items():
+            prior = priors.get(name)
+            # A plate of the first mini-batch has a part of the values.
+            if prior is not None and value.shape == prior.batch_shape + prior.event_shape:
+                with suppress(NotImplementedError):
+                    distances[name] = float(
+                        ((value - prior.mean) / prior.stddev).square().mean().sqrt()
+                    )
+    far = {name: each for name, each in distances.items() if FAR_START < each < math.inf}
+    if far:
+        name = max(far, key=lambda name: far[name])
+        warn_user(
+            f"The posteriors of {[*far]} start far outside of the prior, that of '{name}' at "
+            f"{far[name]:.3g} standard deviations. Steps are in units of the prior, so a fit may end "
+            "before it gets there. Widen the prior, or start at it: `init_loc_fn=init_to_median` of "
+            "`pyro.infer.autoguide`.",
+            UserWarning,
         )
 
 

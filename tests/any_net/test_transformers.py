@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyro_structvi as ps
-from tests.any_net.llama import LENGTH, SIZE, WORDS, base, inputs, make, rows, texts
+from tests.any_net.llama import LENGTH, SIZE, WORDS, adapters, base, inputs, make, rows, texts
 
 pytestmark = [pytest.mark.nets, pytest.mark.filterwarnings("default")]
 peft = pytest.importorskip("peft")
@@ -299,3 +299,10 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(FloatingPointError, match="Gradients of a step are not finite"):
         train(model, guide, tmp_path)
     assert all(torch.equal(*pair) for pair in zip(guide.parameters(), known, strict=True))
+
+
+def test_the_first_mini_batch_is_checked_once(tmp_path):
+    model = ps.TokenClassifier(ps.bayesianize(adapters(base()), prior=1e-4), shift=True)
+    with pytest.warns(UserWarning, match=r"start far outside of the prior") as found:
+        train(model, ps.MeanFieldGuide(model), tmp_path)
+    assert len([each for each in found if "far outside" in str(each.message)]) == 1

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide.initialization import init_to_median
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,6 +50,33 @@ def test_inputs_of_a_large_scale():
     normalized = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     model = ps.Regressor(ps.bayesianize(normalized, normalization=False), noise_scale=0.1)
     fit(model, x, torch.randn(20, 1))
+
+
+@pytest.mark.parametrize("make", [ps.MeanFieldGuide, ps.GlobalInducingGuide, ps.EnsembleGuide])
+def test_starts_far_outside_of_the_prior(make):
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    for layer in net[::2]:
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.zeros_(layer.bias)
+    prior = {"0.weight": 0.1 / 40, "2.weight": 0.1 / 20, "*": 1.0}
+    model = ps.Regressor(ps.bayesianize(net, prior), noise_scale=0.1)
+    message = r"of \['net.0.weight'\] start far .* at 40 standard deviations. .*`init_loc_fn="
+    with pytest.warns(UserWarning, match=message):
+        fit(model, x, y, make(model))
+    fit(model, x, y, make(model, init_loc_fn=init_to_median))  # warnings are errors
+
+
+def test_a_start_in_a_plate_of_examples_is_compared_only_as_a_whole():
+    def local(x, y=None):
+        with pyro.plate("data", 20, subsample=x):
+            z = pyro.sample("z", dist.Normal(0.0, 1e-3))
+            return pyro.sample("obs", dist.Normal(z + x, 1.0), obs=y)
+
+    x, start = torch.randn(20), lambda site: torch.ones(20)
+    guide = ps.MeanFieldGuide(local, init_loc_fn=start)
+    with pytest.warns(UserWarning, match=r"of \['z'\] start far .* at 1e\+03 standard deviations"):
+        fit(local, x, x, guide)
 
 
 def test_counts_and_classes_have_no_scale_and_nothing_is_left_of_the_draws():
