@@ -87,6 +87,25 @@ def test_a_points_predictive_distribution_is_that_of_the_noise(table, df):
     assert np.abs(z.var(1) - 1).max() < 5 * np.sqrt((2 if df is None else 8) / 4000)  # kurtosis
 
 
+def test_the_noise_of_rounded_targets_has_the_floor_of_rounding(table):
+    """The density of repeated targets has no bound else, and the noise of some rows vanishes."""
+    inputs, targets = table
+    ratings = 10.0 * np.digitize(targets, np.quantile(targets, np.linspace(0.1, 0.9, 7)))
+    estimator = BayesianMLPRegressor((6,), **POINT, noise_df=None)
+    floor = 10 / np.sqrt(12)
+    for unit in (1.0, 1e-3):
+        estimator.fit(inputs, unit * ratings + 5.0)
+        np.testing.assert_allclose(estimator.noise_floor_, floor * unit)
+        assert estimator.predict(inputs, return_std=True)[1].min() > floor * unit
+    estimator.set_params(noise_floor=100.0).fit(inputs, ratings)
+    assert estimator.predict(inputs, return_std=True)[1].min() > 100.0
+    estimator.set_params(noise_floor=0.0).fit(inputs, ratings)
+    assert estimator.model_.noise_floor == 1e-6
+    estimator.set_params(noise_floor="auto")
+    for continuous in (targets, np.full(60, 3.0), np.repeat(targets[:20], 3)):
+        assert estimator.fit(inputs, continuous).noise_floor_ == 0.0
+
+
 def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
     """Memory does not grow with their number; a sample is of one function at all rows."""
     inputs, targets = table
@@ -406,6 +425,7 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
         ({"prior_scale": 0.0}, "`prior_scale` must be a positive number"),
         ({"prior_df": 0.0}, "`prior_df` must be a positive number"),
         ({"noise_df": 1.0}, "`noise_df` must be above 1 and at most 200, or None"),
+        ({"noise_floor": -1.0}, '`noise_floor` must be a finite number of at least 0 or "auto"'),
         ({"noise_df": 201.0}, "`noise_df` must be above 1 and at most 200, or None"),
         ({"validation_fraction": -0.5}, "`validation_fraction` must be a number of at least 0"),
         ({"kl_weight": 0.0}, "`kl_weight` must be a positive number"),

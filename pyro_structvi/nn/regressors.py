@@ -12,6 +12,7 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import (
     Count,
+    Positive,
     Rule,
     check_broadcastable,
     check_positive,
@@ -35,7 +36,7 @@ DegreesOfFreedom = Annotated[
     ),
 ]
 
-SMALLEST_SCALE = 1e-6  # of heteroscedastic noise, which must not round to zero
+SMALLEST_FLOOR = 1e-6  # heteroscedastic noise must not round to zero
 LARGEST_RATE = 1e18  # of a draw of counts by torch
 
 
@@ -43,8 +44,9 @@ class Regressor(Likelihood):
     r"""A net as a model of real targets: ``y_n ~ N(net(x_n), noise_scale^2)``.
 
     With ``noise="heteroscedastic"`` the net returns means followed by as many values r, and
-    :math:`\sigma_n = \log(1 + e^{r_n})` are the standard deviations. With ``df`` the noise has Student's
-    t-distribution, which is robust to outliers, and ``noise_scale`` is its scale.
+    :math:`\sigma_n^2 = \log(1 + e^{r_n})^2 + \sigma_0^2` are the variances, with the floor
+    :math:`\sigma_0`. With ``df`` the noise has Student's t-distribution, which is robust to outliers,
+    with these values as its scales.
 
     Args:
         net: A module with sample sites, from ``(batch, ...)`` to means ``(batch, *target)``; to
@@ -57,13 +59,16 @@ class Regressor(Likelihood):
         noise: In place of ``noise_scale``: the same; ``"learned"`` for the prior ``HalfNormal(1)``, for
             targets of standard deviation 1; or ``"heteroscedastic"``.
         df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
+        noise_floor: The floor of heteroscedastic noise, in the units of ``noise_scale``. Counts and
+            ratings need one, since the likelihood of repeated values grows without bound as the noise
+            vanishes: the standard deviation of rounding is the spacing of values over the root of 12.
         standardize: Training inputs and targets ``(x, y)``. The net has standardized inputs, and its
             outputs and the noise scale are in units of the targets' standard deviations; ``y`` and
             predictions are in the targets' own units.
 
     Raises:
         ValueError: If ``noise_scale`` is not positive, ``df`` is not above 1, or not exactly one of
-            ``noise_scale`` and ``noise`` is given.
+            ``noise_scale`` and ``noise`` is given, or ``noise_floor`` is given for other noise.
 
     Example:
         >>> from pyro.infer import Predictive
@@ -95,6 +100,7 @@ class Regressor(Likelihood):
         *,
         noise: NoiseScale | Literal["learned", "heteroscedastic"] | None = None,
         df: DegreesOfFreedom | None = None,
+        noise_floor: Positive = SMALLEST_FLOOR,
         standardize: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         x, y = (None, None) if standardize is None else standardize
@@ -115,6 +121,12 @@ class Regressor(Likelihood):
             )
         self.df = None if df is None else float(df)  # torch takes no number of NumPy
         self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"
+        if noise_floor != SMALLEST_FLOOR and not self.is_heteroscedastic:
+            raise ValueError(
+                f'`noise_floor` is of `noise="heteroscedastic"`, but got {noise_floor!r} for `{name}`. '
+                "Leave it out."
+            )
+        self.noise_floor = float(noise_floor)
         self.terms = "pairs" if self.is_heteroscedastic else "elements"
         if not self.is_heteroscedastic:
             self._set_scale(name, dist.HalfNormal(1.0) if isinstance(given, str) else given)
@@ -158,7 +170,7 @@ class Regressor(Likelihood):
                     "its last layer have two outputs for each target."
                 )
             mean, raw = found.chunk(2, -1)
-            scale = F.softplus(raw).clamp_min(SMALLEST_SCALE)
+            scale = torch.hypot(F.softplus(raw), raw.new_full((), self.noise_floor))
         else:
             mean, scale = found, self.noise_scale
             is_site = "noise_scale" in declared_samples(self)

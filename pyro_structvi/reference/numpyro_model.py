@@ -20,7 +20,7 @@ from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier
 from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
 from pyro_structvi.nn.random_module import PASS_HOOKS, sites_of_every_pass
-from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
+from pyro_structvi.nn.regressors import PoissonRegressor, Regressor
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.sites.finding import find_declared_sites
 from pyro_structvi.structures.student_t import IsotropicStudentT
@@ -162,7 +162,7 @@ def _regression(model: Regressor) -> JaxLikelihood:
     def likelihood(output: Any, sites: dict[str, Any]) -> Any:
         if model.is_heteroscedastic:
             output, raw = jnp.split(output, 2, -1)
-            scale = jnp.maximum(jax.nn.softplus(raw), SMALLEST_SCALE)
+            scale = jnp.hypot(jax.nn.softplus(raw), model.noise_floor)
         else:
             scale = sites[name] if known is None else jnp.asarray(known)
         is_normal = model.df is None

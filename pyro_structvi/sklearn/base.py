@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import partial, wraps
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, clone
+from sklearn.base import BaseEstimator
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_array, check_consistent_length, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -177,8 +178,7 @@ class BayesianMLP(BaseEstimator):
             [None if part is None else part[rows] for part in (inputs, targets, weights)]
             for rows in (order[:held_out], order[held_out:])
         )
-        trial = clone(self).set_params(refine=False)  # whose rows may be few enough for chains
-        trial.posterior_ = self.posterior_
+        trial = copy(self).set_params(refine=False)  # whose rows may be few enough for chains
         data = trial._fit_guide(check_random_state(seed).randint(2**31 - 1), *rest, num_outputs)
         points = trial.guide_
         _, y, *of_rows = trial._as_data(*held)

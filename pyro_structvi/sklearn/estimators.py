@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Count, check
+from pyro_structvi._checks import Count, NonNegative, check
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.nn import Classifier, Regressor
 from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.regressors import SMALLEST_FLOOR
 from pyro_structvi.posterior.quantiles import MOST_DF
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sklearn.base import (
@@ -30,6 +31,8 @@ from pyro_structvi.sklearn.base import (
     to_numpy,
     with_weight,
 )
+
+REPEATS = 4  # of a value in the mean, from which targets count as rounded
 
 
 @dataclass(eq=False, repr=False)
@@ -78,6 +81,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         progress: Whether to show progress bars.
         noise_df: The degrees of freedom of the noise, which has a Student's t distribution, robust to
             outliers, above 1 and at most 200; None for normal noise.
+        noise_floor: The noise has at least this scale, in the targets' units. "auto" is none, or for
+            targets with a quarter as many distinct values as examples, such as counts and ratings, the
+            least spacing of these values over the root of 12, the standard deviation of rounding.
 
     Attributes:
         model_: The model, of standardized targets.
@@ -87,6 +93,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         kl_weight_: The weight of the KL of a guide that has no points.
         x_scaler_: The scaling of inputs.
         y_scaler_: The scaling of targets.
+        noise_floor_: The floor of the noise, in the targets' units.
         n_features_in_: The number of inputs.
 
     Example:
@@ -106,6 +113,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
     kl_weights_of_mixture = 0.3, 0.1
 
     noise_df: float | None = field(default=5.0, kw_only=True)
+    noise_floor: float | Literal["auto"] = field(default="auto", kw_only=True)
 
     @all_or_nothing
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
@@ -125,6 +133,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         inputs, targets, weights = with_weight(inputs, targets, weights)
         column = np.asarray(targets, dtype=np.float64).reshape(-1, 1)
         self.y_scaler_ = scaler_of(column, weights)
+        check("noise_floor", self.noise_floor, NonNegative | Literal["auto"])
+        is_auto = self.noise_floor == "auto"
+        self.noise_floor_ = _scale_of_rounding(column) if is_auto else float(self.noise_floor)
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
@@ -172,12 +183,20 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
                 f"`noise_df` must be above 1 and at most {MOST_DF}, or None for normal noise, but got "
                 f"{self.noise_df!r}."
             )
-        return Regressor(net, noise="heteroscedastic", df=self.noise_df)
+        floor = max(SMALLEST_FLOOR, self.noise_floor_ / self.y_scaler_.scale_[0])
+        return Regressor(net, noise="heteroscedastic", df=self.noise_df, noise_floor=floor)
 
     def _in_units(self, values: Tensor) -> Array:
         scaled = to_numpy(values)[..., 0]
         array: Array = scaled * self.y_scaler_.scale_[0] + self.y_scaler_.mean_[0]
         return array
+
+
+def _scale_of_rounding(targets: Array) -> float:
+    """Return the standard deviation of rounding to a few distinct values, or 0 for many."""
+    values = np.unique(targets)
+    is_rounded = 1 < len(values) <= len(targets) / REPEATS
+    return float(np.diff(values).min() / math.sqrt(12)) if is_rounded else 0.0
 
 
 @dataclass(eq=False, repr=False)

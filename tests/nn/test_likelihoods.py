@@ -172,6 +172,24 @@ def test_class_weights_are_those_of_torch():
     torch.testing.assert_close(density, -ce(logits, y), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("df", [None, 5.0])
+def test_a_floor_of_the_noise_adds_to_its_variance(df):
+    net, x = nn.Linear(3, 2), torch.randn(6, 3)
+    y = 7.0 * x[:, :1]
+    model = ps.Regressor(net, 6, **HETERO, df=df, noise_floor=0.2, standardize=(x, y))
+
+    def noise():
+        return poutine.trace(model).get_trace(x).nodes["obs"]["fn"].base_dist
+
+    with torch.no_grad():
+        raw = net((x - x.mean(0)) / x.std(0, correction=0))[:, 1:]
+    unit = y.std(correction=0)
+    expected = (F.softplus(raw) ** 2 + 0.04).sqrt() * unit
+    torch.testing.assert_close(noise().scale, expected)
+    nn.init.constant_(net.bias, -300.0)
+    torch.testing.assert_close(noise().scale, (0.2 * unit).expand(6, 1))
+
+
 # ---- bad input -----------------------------------------------------------------------------------
 
 
@@ -205,6 +223,8 @@ def test_data_that_do_not_fit(kind, options, x, y, message):
         ps.Regressor(nn.Linear(3, 2), 6, 0.1, df=1.0)
     with pytest.raises(ValueError, match="`noise_scale` must be given"):
         ps.Regressor(nn.Linear(3, 2), 6, 0.1, noise=0.1)
+    with pytest.raises(ValueError, match=r"`noise_floor` is of .*, but got 0.2 for `noise_scale`"):
+        ps.Regressor(nn.Linear(3, 2), 6, 0.1, noise_floor=0.2)
 
 
 @pytest.mark.parametrize("name", ["regression", "classes"])
