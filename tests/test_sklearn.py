@@ -25,6 +25,7 @@ import pyro_structvi as ps
 from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.sites.finding import find_declared_sites
 from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor, base
+from pyro_structvi.weights.torch_distributions import base_of
 
 SMALL = {"num_members": 2, "num_steps": 25, "random_state": 0, "dtype": "float64"}
 POINT = {**SMALL, "posterior": "map", "refine": False, "validation_fraction": 0.0}
@@ -125,7 +126,7 @@ def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
     for draw, sign in enumerate((-1.0, 1.0)):
         for value in estimator.draws_.values():
             value[draw] = 0
-        estimator.draws_["net.2.bias"][draw] = torch.tensor([9.0 * sign, -9.0])
+        estimator.draws_["net.net.2.bias"][draw] = torch.tensor([9.0 * sign, -9.0])
     is_high = estimator.sample_y(inputs, n_samples=50) > targets.mean()
     assert (is_high == is_high[0]).all()
     assert 0 < is_high[0].mean() < 1
@@ -364,7 +365,7 @@ def test_any_guide_is_a_posterior(table):
     assert isinstance(estimator.guide_, ps.KTiedGuide)
     for name in ("ensemble", "mixture"):
         estimator = BayesianMLPRegressor((4,), **POINT | {"posterior": name}).fit(inputs, targets)
-        draws = estimator.draws_["net.0.weight"]
+        draws = estimator.draws_["net.net.0.weight"]
         assert len(draws) == (2 if name == "ensemble" else 200)
 
 
@@ -379,6 +380,30 @@ def test_a_skip_layer_adds_a_linear_map_of_the_inputs(table, posterior):
     added = estimator.x_scaler_.transform(inputs) @ [0.5, -1.0, 2.0]
     expected = before + estimator.y_scaler_.scale_[0] * added
     np.testing.assert_allclose(estimator.predict(inputs), expected, rtol=1e-10)
+
+
+def test_inputs_are_mapped_to_the_output_unless_they_are_more_than_the_rows():
+    generator = np.random.default_rng(0)
+    for size, options, has_skip in ((20, {}, True), (21, {}, False), (21, {"skip": True}, True)):
+        inputs = generator.normal(size=(20, size))
+        estimator = BayesianMLPRegressor((4,), **POINT | {"num_steps": 2} | options)
+        draws = estimator.fit(inputs, inputs[:, 0]).draws_
+        assert ("net.skip.weight" in draws) == has_skip
+    estimator.set_params(skip=False).fit(inputs, inputs[:, 0])
+    assert "net.skip.weight" not in estimator.draws_
+
+
+@pytest.mark.parametrize(("size", "share"), [(16, 1.0), (64, 0.5)])
+@pytest.mark.parametrize("posterior", ["ensemble", "mixture"])
+def test_the_prior_of_a_map_of_many_inputs_has_the_variance_of_sixteen(size, share, posterior):
+    inputs = np.random.default_rng(0).normal(size=(70, size))
+    options = {"num_steps": 2, "prior_scale": 3.0, "posterior": posterior}
+    estimator = BayesianMLPRegressor((4,), **POINT | options).fit(inputs, inputs[:, 0])
+    usual = 3.0 if posterior == "ensemble" else 1.5  # whose heavy tails learn the scale
+    for name, found in find_declared_sites(estimator.model_).items():
+        of_inputs = name in ("net.net.0.weight", "net.skip.weight")
+        expected = usual * (share if of_inputs else 1.0)
+        np.testing.assert_allclose(base_of(found.prior).scale, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +461,9 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
             BayesianMLPRegressor((4,), **POINT | option).fit(*table)
     with pytest.raises(TypeError, match=r"`posterior` must return a guide .* an AutoNormal"):
         BayesianMLPRegressor((4,), **POINT | {"posterior": AutoNormal}).fit(*table)
-    with pytest.raises(TypeError, match="`skip` must be True or False, but got 'linear'"):
+    with pytest.raises(
+        ValueError, match="`skip` must be True, False or \"auto\", but got 'linear'"
+    ):
         BayesianMLPRegressor((4,), skip="linear", **POINT).fit(*table)
     for sizes in (0, (4, -1), (4.5,), "8"):
         with pytest.raises(ValueError, match="`hidden_layer_sizes` must be whole numbers"):

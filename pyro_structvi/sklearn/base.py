@@ -1,5 +1,6 @@
 """The common part of estimators: scaling, starts, the posterior, and its draws."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -48,7 +49,7 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
     "global_inducing": guides.GlobalInducingGuide,
 }
 OPTIONS: dict[str, Any] = {  # and their ranges
-    "skip": bool,
+    "skip": bool | Literal["auto"],
     "prior_scale": Positive,
     "prior_df": Positive | None,
     "num_members": Count,
@@ -65,6 +66,8 @@ REFINED = 10_000  # examples at most that "auto" refines, since each step takes 
 NUM_DRAWS = 200  # of a guide
 FEWEST_HELD_OUT = 20  # rows, or a fifth of all
 DRAWS_OF_CHAIN = 100
+MANY_INPUTS = 16  # whose weights would add up to functions that vary too much
+OF_INPUTS = ("0.weight", "net.0.weight", "skip.weight")
 FUNCTIONS_AT_A_TIME = 500_000  # of all draws and rows, in a pass of a prediction
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
@@ -95,7 +98,7 @@ class BayesianMLP(BaseEstimator):
     hidden_layer_sizes: Sequence[int] | int = (16, 16, 16, 16)
     _: KW_ONLY
     activation: str = "silu"
-    skip: bool = False
+    skip: bool | Literal["auto"] = "auto"
     prior_scale: float = 1.0
     prior_df: float | None = 4.0
     posterior: str | Callable[..., StructuredGuide] = "auto"
@@ -146,8 +149,9 @@ class BayesianMLP(BaseEstimator):
         torch.manual_seed(seed)
         self.x_scaler_ = scaler_of(inputs, weights)
         data = self._as_data(inputs, targets, weights)
-        net = self._net(inputs.shape[1], num_outputs).to(self.device)
-        self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
+        num_data, num_inputs = inputs.shape
+        net = self._net(num_data, num_inputs, num_outputs).to(self.device)
+        self.model_ = self._likelihood(bayesianize(net, prior=self._scale_of))
         self.guide_ = self._fitted_guide(data)
         are_starts = self._has_starts(data) and are_points(self.guide_.all_posteriors())
         if are_starts and self.prior_df is not None:
@@ -198,7 +202,12 @@ class BayesianMLP(BaseEstimator):
         fewest = min(FEWEST_HELD_OUT, num_data // 5) if self.validation_fraction else 0
         return max(fewest, int(self.validation_fraction * num_data))
 
-    def _net(self, num_inputs: int, num_outputs: int) -> nn.Module:
+    def _scale_of(self, name: str, value: Tensor) -> float:
+        """Return the standard deviation of the normal prior of a parameter."""
+        inputs = value.shape[1] if name in OF_INPUTS else 1
+        return self.prior_scale * math.sqrt(min(1.0, MANY_INPUTS / inputs))
+
+    def _net(self, num_data: int, num_inputs: int, num_outputs: int) -> nn.Module:
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"`activation` must be one of {[*ACTIVATIONS]}, but got {self.activation!r}."
@@ -215,7 +224,8 @@ class BayesianMLP(BaseEstimator):
         for size, next_size in pairwise(sizes):
             layers += [linear(size, next_size), ACTIVATIONS[self.activation]()]
         net = nn.Sequential(*layers, linear(sizes[-1], num_outputs))
-        return WithSkip(net, linear(num_inputs, num_outputs, bias=False)) if self.skip else net
+        has_skip = num_inputs <= num_data if self.skip == "auto" else self.skip
+        return WithSkip(net, linear(num_inputs, num_outputs, bias=False)) if has_skip else net
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
         raise NotImplementedError
@@ -294,10 +304,12 @@ class BayesianMLP(BaseEstimator):
         Its density is highest where whole layers are zero, so points are found under normals.
         """
         points = self.guide_.state_dict()
-        like = next(net.parameters())
-        own, scale = like.new_tensor(df), like.new_tensor(self.prior_scale / 2)
-        prior = bayesianize(net, lambda name, value: IsotropicStudentT(own, scale, value.shape))
-        self.model_ = self._likelihood(prior)
+
+        def prior(name: str, value: Tensor) -> IsotropicStudentT:
+            scale = value.new_tensor(self._scale_of(name, value) / 2)
+            return IsotropicStudentT(value.new_tensor(df), scale, value.shape)
+
+        self.model_ = self._likelihood(bayesianize(net, prior))
         self.model_.num_data = len(data[0])
         self.guide_ = self._guide()
         self.guide_.initialize(*data)

@@ -53,8 +53,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         hidden_layer_sizes: The numbers of units of the hidden layers, or of a single one.
         activation: "silu", "tanh" or "relu".
         skip: Whether a linear map of the inputs is added to the output of the layers (skip-layer
-            connections).
-        prior_scale: The standard deviation of the prior of weights.
+            connections); "auto" for at most as many inputs as rows.
+        prior_scale: The standard deviation of the prior of weights; with D > 16 inputs, the weights of
+            inputs have ``sqrt(16 / D)`` times as much.
         prior_df: The degrees of freedom of the prior of chains and mixtures; None for the normal prior
             of the points, whose functions vary more, between and away from the data.
         posterior: "ensemble" for points; "mixture" for mean-field normals around these points; "auto"
