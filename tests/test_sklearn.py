@@ -105,6 +105,8 @@ def test_the_noise_of_rounded_targets_has_the_floor_of_rounding(table):
     estimator.set_params(noise_floor="auto")
     for continuous in (targets, np.full(60, 3.0), np.repeat(targets[:20], 3)):
         assert estimator.fit(inputs, continuous).noise_floor_ == 0.0
+    repeated = np.arange(20).repeat(3)  # two and a half examples for each rating
+    assert estimator.fit(inputs[repeated], ratings[repeated]).noise_floor_ == 0.0
 
 
 def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
@@ -389,7 +391,10 @@ def test_inputs_are_mapped_to_the_output_unless_they_are_more_than_the_rows():
         estimator = BayesianMLPRegressor((4,), **POINT | {"num_steps": 2} | options)
         draws = estimator.fit(inputs, inputs[:, 0]).draws_
         assert ("net.skip.weight" in draws) == has_skip
-    estimator.set_params(skip=False).fit(inputs, inputs[:, 0])
+    twice = np.tile(inputs, (2, 1))  # rows that are repeated are no others
+    estimator.set_params(skip="auto").fit(twice, twice[:, 0])
+    assert "net.skip.weight" not in estimator.draws_
+    estimator.set_params(skip=False).fit(inputs[:, :3], inputs[:, 0])
     assert "net.skip.weight" not in estimator.draws_
 
 

@@ -149,8 +149,7 @@ class BayesianMLP(BaseEstimator):
         torch.manual_seed(seed)
         self.x_scaler_ = scaler_of(inputs, weights)
         data = self._as_data(inputs, targets, weights)
-        num_data, num_inputs = inputs.shape
-        net = self._net(num_data, num_inputs, num_outputs).to(self.device)
+        net = self._net(inputs, num_outputs).to(self.device)
         self.model_ = self._likelihood(bayesianize(net, prior=self._scale_of))
         self.guide_ = self._fitted_guide(data)
         are_starts = self._has_starts(data) and are_points(self.guide_.all_posteriors())
@@ -207,7 +206,7 @@ class BayesianMLP(BaseEstimator):
         inputs = value.shape[1] if name in OF_INPUTS else 1
         return self.prior_scale * math.sqrt(min(1.0, MANY_INPUTS / inputs))
 
-    def _net(self, num_data: int, num_inputs: int, num_outputs: int) -> nn.Module:
+    def _net(self, inputs: Array, num_outputs: int) -> nn.Module:
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"`activation` must be one of {[*ACTIVATIONS]}, but got {self.activation!r}."
@@ -218,13 +217,14 @@ class BayesianMLP(BaseEstimator):
                 "`hidden_layer_sizes` must be whole numbers of at least 1, but got "
                 f"{self.hidden_layer_sizes!r}."
             )
+        num_inputs = inputs.shape[1]
         sizes = [num_inputs, *map(int, hidden)]
         linear = partial(nn.Linear, dtype=getattr(torch, self.dtype))  # of random starts, too
         layers: list[nn.Module] = []
         for size, next_size in pairwise(sizes):
             layers += [linear(size, next_size), ACTIVATIONS[self.activation]()]
         net = nn.Sequential(*layers, linear(sizes[-1], num_outputs))
-        has_skip = num_inputs <= num_data if self.skip == "auto" else self.skip
+        has_skip = num_inputs <= num_distinct(inputs) if self.skip == "auto" else self.skip
         return WithSkip(net, linear(num_inputs, num_outputs, bias=False)) if has_skip else net
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
@@ -389,6 +389,11 @@ def _weighted_log_density(weights: Tensor, prediction: Prediction, y: Tensor) ->
 def scaler_of(columns: Array, weights: Array | None) -> StandardScaler:
     """Return the scaling of columns, to arrays whatever scikit-learn's ``transform_output`` is."""
     return StandardScaler().set_output(transform="default").fit(columns, sample_weight=weights)
+
+
+def num_distinct(rows: Array) -> int:
+    """Return the number of distinct rows, the same whether an example is repeated or has a weight."""
+    return len(np.unique(rows, axis=0))
 
 
 def to_numpy(values: Tensor | None) -> Array:

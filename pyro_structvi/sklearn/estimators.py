@@ -27,6 +27,7 @@ from pyro_structvi.sklearn.base import (
     BayesianMLP,
     all_or_nothing,
     as_weights,
+    num_distinct,
     scaler_of,
     to_numpy,
     with_weight,
@@ -53,7 +54,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         hidden_layer_sizes: The numbers of units of the hidden layers, or of a single one.
         activation: "silu", "tanh" or "relu".
         skip: Whether a linear map of the inputs is added to the output of the layers (skip-layer
-            connections); "auto" for at most as many inputs as rows.
+            connections); "auto" for at most as many inputs as distinct rows.
         prior_scale: The standard deviation of the prior of weights; with D > 16 inputs, the weights of
             inputs have ``sqrt(16 / D)`` times as much.
         prior_df: The degrees of freedom of the prior of chains and mixtures; None for the normal prior
@@ -83,8 +84,8 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         noise_df: The degrees of freedom of the noise, which has a Student's t distribution, robust to
             outliers, above 1 and at most 200; None for normal noise.
         noise_floor: The noise has at least this scale, in the targets' units. "auto" is none, or for
-            targets with a quarter as many distinct values as examples, such as counts and ratings, the
-            least spacing of these values over the root of 12, the standard deviation of rounding.
+            targets with a quarter as many values as there are distinct examples, such as counts and
+            ratings, the least spacing of the values over the root of 12, the deviation of rounding.
 
     Attributes:
         model_: The model, of standardized targets.
@@ -136,7 +137,8 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         self.y_scaler_ = scaler_of(column, weights)
         check("noise_floor", self.noise_floor, NonNegative | Literal["auto"])
         is_auto = self.noise_floor == "auto"
-        self.noise_floor_ = _scale_of_rounding(column) if is_auto else float(self.noise_floor)
+        found = _scale_of_rounding(inputs, targets) if is_auto else self.noise_floor
+        self.noise_floor_ = float(found)
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
@@ -193,10 +195,10 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         return array
 
 
-def _scale_of_rounding(targets: Array) -> float:
+def _scale_of_rounding(inputs: Array, targets: Array) -> float:
     """Return the standard deviation of rounding to a few distinct values, or 0 for many."""
     values = np.unique(targets)
-    is_rounded = 1 < len(values) <= len(targets) / REPEATS
+    is_rounded = 1 < len(values) <= num_distinct(np.column_stack([inputs, targets])) / REPEATS
     return float(np.diff(values).min() / math.sqrt(12)) if is_rounded else 0.0
 
 
