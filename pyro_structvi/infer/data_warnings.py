@@ -1,4 +1,4 @@
-"""Warnings of data that a fit will not do well with: before its first step, and after its last."""
+"""Warnings of data and starts that a fit does badly with: before its first step, and after its last."""
 
 import math
 from contextlib import suppress
@@ -23,9 +23,7 @@ from pyro_structvi.weights.torch_distributions import base_of
 
 PRIOR_DRAWS = 4
 FAR = 10.0  # standard deviations of the prior predictive
-FAR_START = (
-    30.0  # standard deviations of the prior, near the most that 1,000 steps of 0.1 move a mean
-)
+FAR_START = 30.0  # standard deviations of the prior; 1,000 steps of 0.1 move a mean by 50 at most
 LARGE_INPUT = 1000.0
 # Products for each of the layer's, which take less long: a hundred times the layer's time.
 SLOW = 400

@@ -66,8 +66,8 @@ REFINED = 10_000  # examples at most that "auto" refines, since each step takes 
 NUM_DRAWS = 200  # of a guide
 FEWEST_HELD_OUT = 20  # rows, or a fifth of all
 DRAWS_OF_CHAIN = 100
-MANY_INPUTS = 16  # whose weights would add up to functions that vary too much
-OF_INPUTS = ("0.weight", "net.0.weight", "skip.weight")
+MANY_INPUTS = 16  # more of them would add up to functions that vary too much
+OF_INPUTS = ("0.weight", "net.0.weight", "skip.weight")  # in a net without and with a linear map
 FUNCTIONS_AT_A_TIME = 500_000  # of all draws and rows, in a pass of a prediction
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
