@@ -310,6 +310,25 @@ def test_functions_of_few_rows_are_no_draws_of_a_wide_prior():
     assert np.square(predictions - y[25:]).mean() < 0.45 * y[25:].var()
 
 
+@pytest.mark.slow
+def test_points_use_small_differences_of_correlated_inputs_by_the_linear_map():
+    """Powers of one speed, whose last digits tell the target, as in measurements of a machine."""
+    generator = np.random.default_rng(0)
+    wear = generator.random(3000)
+    speed = generator.integers(1, 10, 3000).astype(float)
+    columns = [
+        speed**k * (1 + 0.025 * k * wear) + 1e-3 * speed * generator.normal(size=3000)
+        for k in (1, 1.5, 2, 2.5)
+    ]
+    x = np.stack([3 * speed, *columns], 1)
+
+    def error(**options):
+        estimator = BayesianMLPRegressor(refine=False, num_members=2, random_state=0, **options)
+        return np.std(estimator.fit(x[:2700], wear[:2700]).predict(x[2700:]) - wear[2700:])
+
+    assert error() < 0.9 * error(skip=False)
+
+
 def test_class_weights_are_weights_of_examples():
     inputs, labels = load_iris(return_X_y=True)
     names = np.array(["a", "b", "c"])[labels]

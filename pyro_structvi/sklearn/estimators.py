@@ -198,7 +198,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
 def _scale_of_rounding(inputs: Array, targets: Array) -> float:
     """Return the standard deviation of rounding to a few distinct values, or 0 for many."""
     values = np.unique(targets)
-    is_rounded = 1 < len(values) <= num_distinct(np.column_stack([inputs, targets])) / REPEATS
+    if not 1 < len(values) <= len(targets) / REPEATS:  # which saves sorting a large table
+        return 0.0
+    is_rounded = len(values) <= num_distinct(np.column_stack([inputs, targets])) / REPEATS
     return float(np.diff(values).min() / math.sqrt(12)) if is_rounded else 0.0
 
 
