@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import torch
@@ -200,7 +201,7 @@ def _translate_prior(name: str, prior: Any) -> partial[Any]:
         prior = prior.base_dist
     kind = type(prior).__name__
     if isinstance(prior, IsotropicStudentT):
-        return partial(_make_student_t, shape, to_array(prior.df), to_array(prior.scale))
+        return partial(_make_student_t, shape, prior.dim, to_array(prior.df), to_array(prior.scale))
     if kind not in _KINDS:
         raise NotImplementedError(
             f"The prior of the site '{name}' is a {kind}, which has no translation to NumPyro. "
@@ -217,9 +218,16 @@ def _make_prior(kind: str, shape: tuple[int, ...], **arguments: Any) -> Any:
     return element.expand(shape).to_event(len(shape))
 
 
-def _make_student_t(shape: tuple[int, ...], df: Any, scale: Any) -> Any:
-    size = math.prod(shape)
-    flat = dist.MultivariateStudentT(
+def _make_student_t(shape: tuple[int, ...], dim: int | None, df: Any, scale: Any) -> Any:
+    grouped = (1, *shape) if dim is None else (shape[dim], *shape[:dim], *shape[dim + 1 :])
+    num_groups, size, total = grouped[0], math.prod(grouped[1:]), math.prod(shape)
+    order = np.moveaxis(np.arange(total).reshape(grouped), 0, dim or 0).ravel()
+    group = dist.MultivariateStudentT(
         jnp.asarray(df), jnp.zeros(size), jnp.asarray(scale) * jnp.eye(size)
     )
-    return dist.TransformedDistribution(flat, dist.transforms.ReshapeTransform(shape, (size,)))
+    transforms = [
+        dist.transforms.ReshapeTransform((total,), (num_groups, size)),
+        dist.transforms.PermuteTransform(jnp.asarray(order)),
+        dist.transforms.ReshapeTransform(shape, (total,)),
+    ]
+    return dist.TransformedDistribution(group.expand([num_groups]).to_event(1), transforms)

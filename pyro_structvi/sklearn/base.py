@@ -67,7 +67,8 @@ NUM_DRAWS = 200  # of a guide
 FEWEST_HELD_OUT = 20  # rows, or a fifth of all
 DRAWS_OF_CHAIN = 100
 MANY_INPUTS = 16  # more of them would add up to functions that vary too much
-OF_INPUTS = ("0.weight", "net.0.weight", "skip.weight")  # in a net without and with a linear map
+OF_HIDDEN_INPUTS = ("0.weight", "net.0.weight")  # in a net without and with a linear map
+OF_INPUTS = (*OF_HIDDEN_INPUTS, "skip.weight")
 FUNCTIONS_AT_A_TIME = 500_000  # of all draws and rows, in a pass of a prediction
 INITIAL_ENERGY_VARIANCE = 0.2  # of chains, whose large steps at first explore beyond the points
 
@@ -299,15 +300,18 @@ class BayesianMLP(BaseEstimator):
             raise KeyboardInterrupt
 
     def _learn_scales(self, net: nn.Module, df: float, data: tuple[Tensor, ...]) -> None:
-        """Replace the prior of the model and of its points by one that learns the layers' scales.
+        """Replace the prior of the model and of its points by one that learns scales.
 
-        Its density is highest where whole layers are zero, so points are found under normals.
+        They are the scales of layers and of inputs. The density is highest where whole layers are zero,
+        so points are found under normals.
         """
         points = self.guide_.state_dict()
 
         def prior(name: str, value: Tensor) -> IsotropicStudentT:
-            scale = value.new_tensor(self._scale_of(name, value) / 2)
-            return IsotropicStudentT(value.new_tensor(df), scale, value.shape)
+            scale = self._scale_of(name, value)
+            if name in OF_HIDDEN_INPUTS:  # many inputs may be of no use
+                return IsotropicStudentT(1.0, value.new_tensor(scale / 10), value.shape, dim=1)
+            return IsotropicStudentT(df, value.new_tensor(scale / 2), value.shape)
 
         self.model_ = self._likelihood(bayesianize(net, prior))
         self.model_.num_data = len(data[0])

@@ -1,4 +1,4 @@
-"""A multivariate t distribution: normals around zero with a common, unknown scale."""
+"""Multivariate t distributions: normals around zero with common, unknown scales."""
 
 import math
 from typing import Any, ClassVar
@@ -21,25 +21,29 @@ from pyro_structvi.weights.weight_distribution import TensorDistribution
 
 
 class IsotropicStudentT(TensorDistribution):
-    r"""The multivariate t distribution over all D elements of a parameter, with one scale.
+    r"""The multivariate t distribution over the elements of a parameter that share a scale.
 
     .. math:: p(W) \propto \Bigl(1 + \frac{\lVert W \rVert^2}{\nu s^2}\Bigr)^{-(\nu + D) / 2}
 
     This is the marginal distribution of independent normals with a common standard deviation
     :math:`\sigma`, where :math:`\nu s^2 / \sigma^2` has a chi-squared distribution with :math:`\nu`
-    degrees of freedom. As the prior of each parameter of a net, for ``bayesianize``, it lets the data
-    determine the scale of each layer without a further site. The KL of a normal to it has no closed
-    form; :class:`~pyro_structvi.StructuredELBO` samples it.
+    degrees of freedom, and D is the number of elements. As the prior of each parameter of a net, for
+    ``bayesianize``, it lets the data determine the scale of each layer without a further site. With
+    ``dim`` each slice of the parameter has its own scale, independent of the others, such as the weights
+    of each input (automatic relevance determination). The KL of a normal to it has no closed form;
+    :class:`~pyro_structvi.StructuredELBO` samples it.
 
     Args:
         df: The degrees of freedom :math:`\nu`, positive, ``(*batch)`` or a number.
         scale: The typical scale s, positive, ``(*batch)`` or a number.
         event_shape: The shape of the parameter; () for single elements.
+        dim: The dimension of the event with a scale for each of its indices: 1 for the inputs of a weight
+            ``(out, in, ...)``, 0 for its outputs. None for one scale of all elements.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
-        ValueError: If ``df`` or ``scale`` is not positive, their shapes do not broadcast, or dtypes or
-            devices differ.
+        ValueError: If ``df`` or ``scale`` is not positive, their shapes do not broadcast, dtypes or
+            devices differ, or the event has no dimension ``dim``.
 
     Example:
         >>> from pyro_structvi import bayesianize
@@ -48,10 +52,16 @@ class IsotropicStudentT(TensorDistribution):
         torch.Size([2, 3])
         >>> IsotropicStudentT(4.0, 0.5, (2, 3)).variance[0, 0]
         tensor(0.5000)
+        >>> of_inputs = IsotropicStudentT(1.0, 0.1, (2, 3), dim=1)
+        >>> columns = IsotropicStudentT(1.0, 0.1, (2,))
+        >>> w = torch.ones(2, 3)
+        >>> torch.allclose(of_inputs.log_prob(w), columns.log_prob(w.mT).sum())
+        True
 
     References:
         Kotz and Nadarajah (2004), "Multivariate t distributions and their applications", section 1.1;
-        Neal (1996), "Bayesian learning for neural networks", for priors of layers' scales.
+        Neal (1996), "Bayesian learning for neural networks", for priors of the scales of layers and of
+        inputs.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {
@@ -60,6 +70,7 @@ class IsotropicStudentT(TensorDistribution):
     }
     df: Tensor
     scale: Tensor
+    dim: int | None = None
 
     @checked
     def __init__(
@@ -67,6 +78,7 @@ class IsotropicStudentT(TensorDistribution):
         df: Tensor | Positive,
         scale: Tensor | Positive,
         event_shape: Any = (),
+        dim: int | None = None,
         validate_args: bool | None = None,
     ) -> None:
         like = next((value for value in (df, scale) if isinstance(value, Tensor)), torch.empty(()))
@@ -86,6 +98,19 @@ class IsotropicStudentT(TensorDistribution):
                 )
         self.df, self.scale = torch.broadcast_tensors(df, scale)
         self._set_shapes(self.df.shape, as_size("event_shape", event_shape), validate_args)
+        if dim is not None:
+            if not -len(self.event_shape) <= dim < len(self.event_shape):
+                raise ValueError(
+                    f"`dim` must be a dimension of the event shape {shape_text(self.event_shape)}, but "
+                    f"got {dim}."
+                )
+            self.dim = dim % len(self.event_shape)
+
+    @property
+    def _groups(self) -> torch.Size:
+        """The event shape of one element for each scale."""
+        sizes = enumerate(self.event_shape)
+        return torch.Size(size if axis == self.dim else 1 for axis, size in sizes)
 
     @property
     def mean(self) -> Tensor:
@@ -107,20 +132,23 @@ class IsotropicStudentT(TensorDistribution):
         """Return the log density, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
             self._validate_sample(value)
-        size, df = self.event_shape.numel(), self.df
-        square = event_sum((value / self._before_event(self.scale)).square(), len(self.event_shape))
-        constant = log_gamma_ratio(df, size)
-        constant = constant - size * (0.5 * (math.pi * df).log() + self.scale.log())
-        density: Tensor = constant - 0.5 * (df + size) * (square / df).log1p()
-        return density
+        event_dim = len(self.event_shape)
+        df, scale = self._before_event(self.df), self._before_event(self.scale)
+        square = (value / scale).square()
+        shared = [axis - event_dim for axis in range(event_dim) if axis != self.dim]
+        size = math.prod(self.event_shape[axis] for axis in shared)
+        square = square.sum(shared, keepdim=True) if shared else square  # no axes would be all
+        constant = log_gamma_ratio(df, size) - size * (0.5 * (math.pi * df).log() + scale.log())
+        return event_sum(constant - 0.5 * (df + size) * (square / df).log1p(), event_dim)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw values ``(*sample_shape, *batch_shape, *event_shape)``."""
         sample_shape = as_size("sample_shape", sample_shape)
         shape = self._extended_shape(sample_shape)
         noise = torch.randn(shape, dtype=self.scale.dtype, device=self.scale.device)
-        chi2 = Chi2(self.df, validate_args=False).rsample(sample_shape)
-        return noise * self._before_event(self.scale * (self.df / chi2).sqrt())
+        df = self._before_event(self.df).expand(self.batch_shape + self._groups)
+        chi2 = Chi2(df, validate_args=False).rsample(sample_shape)
+        return noise * self._before_event(self.scale) * (df / chi2).sqrt()
 
     def _before_event(self, values: Tensor) -> Tensor:
         return values[(..., *(None for _ in self.event_shape))]

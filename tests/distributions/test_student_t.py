@@ -40,6 +40,30 @@ def test_density_and_moments_are_those_of_the_multivariate_t():
     assert torch.autograd.gradcheck(log_prob, leaves)
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_slices_with_scales_of_their_own_are_independent(dim):
+    df, scale = 2.5 + 3 * torch.rand(3, 1), 0.2 + torch.rand(2)
+    q = IsotropicStudentT(df, scale, (2, 4, 3), dim=dim).expand((5, 3, 2))
+    value = torch.randn(6, 5, 3, 2, 2, 4, 3)
+    slices = value.movedim(dim if dim < 0 else dim - 3, 0)
+    shared = IsotropicStudentT(df, scale, slices.shape[-2:])
+    torch.testing.assert_close(q.log_prob(value), shared.log_prob(slices).sum(0))
+    torch.testing.assert_close(
+        q.variance, IsotropicStudentT(df, scale, (2, 4, 3)).variance.expand(q.shape())
+    )
+
+
+def test_draws_of_slices_have_independent_f_distributions():
+    """As for one scale; norms of slices are independent, so their order is as of no relation."""
+    draws = IsotropicStudentT(3.0, 0.5, (2, 3), dim=1).rsample((4000,))
+    ratios = draws.square().sum(-2) / (2 * 0.25)
+    for column in ratios.T:
+        assert stats.kstest(column, stats.f(2, 3).cdf).pvalue > 5e-5
+    assert stats.spearmanr(ratios[:, 0], ratios[:, 1]).pvalue > 5e-5
+    of_all = IsotropicStudentT(3.0, 0.5, (2, 3)).rsample((4000,)).square().sum(-2)
+    assert stats.spearmanr(of_all[:, 0], of_all[:, 1]).pvalue < 5e-5
+
+
 def test_many_degrees_of_freedom_are_a_normal_in_single_precision():
     value = torch.linspace(-3, 3, 8).float()
     q = IsotropicStudentT(torch.tensor(1e9).float(), torch.tensor(0.7).float(), (8,))
@@ -83,6 +107,12 @@ def test_norms_of_draws_have_an_f_distribution():
 def test_arguments_that_do_not_fit(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         IsotropicStudentT(*arguments, (2, 3))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((2, 3), 2), ((2, 3), -3), ((), 0)])
+def test_a_dimension_that_the_event_does_not_have(shape, dim):
+    with pytest.raises(ValueError, match="`dim` must be a dimension of the event shape"):
+        IsotropicStudentT(1.0, 1.0, shape, dim=dim)
 
 
 def test_it_moves_and_converts_with_the_net():

@@ -165,6 +165,10 @@ def augmented(h):
             "2.bias": dist.HalfCauchy(0.9),
         },
         pytest.param(lambda name, value: IsotropicStudentT(3.0, 0.6, value.shape), id="t"),
+        pytest.param(
+            lambda name, value: IsotropicStudentT(3.0, 0.6, value.shape, dim=value.dim() - 1),
+            id="t by input",
+        ),
     ],
     ids=str,
 )
