@@ -14,7 +14,8 @@ from pyro.infer.autoguide import AutoNormal
 from scipy.stats import norm, t
 from sklearn import config_context
 from sklearn.base import clone
-from sklearn.datasets import load_iris
+from sklearn.datasets import load_iris, make_friedman1
+from sklearn.ensemble import RandomForestRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -276,7 +277,7 @@ def test_points_of_few_rows_hold_out_a_fifth():
     assert (found[1] != found[2]).all()
 
 
-def test_chains_sample_the_scale_of_each_layer(table):
+def test_chains_sample_the_scales_of_layers_and_of_inputs(table):
     """From points under normals, whose values are the first ones of the chains."""
     inputs, targets = table
     found = BayesianMLPRegressor((4,), **CHAINS).fit(inputs, targets)
@@ -291,23 +292,32 @@ def test_chains_sample_the_scale_of_each_layer(table):
     for estimator, kind in of_kinds:
         sites = find_declared_sites(estimator.model_)
         assert {type(site.prior) for site in sites.values()} == {kind}
+    of_inputs = {name: site.prior.dim for name, site in find_declared_sites(found.model_).items()}
+    assert of_inputs.pop("net.net.0.weight") == 1
+    assert {*of_inputs.values()} == {None}
+
+
+SHORT_CHAINS = {"num_members": 4, "num_steps": 500, "random_state": 0}
 
 
 @pytest.mark.slow
 def test_functions_of_few_rows_are_no_draws_of_a_wide_prior():
-    """Friedman's function of 25 rows. With normal priors the error was that of a constant."""
-    generator = np.random.default_rng(0)
-    x = generator.uniform(size=(325, 5))
-    y = (
-        10 * np.sin(np.pi * x[:, 0] * x[:, 1])
-        + 20 * (x[:, 2] - 0.5) ** 2
-        + 10 * x[:, 3]
-        + 5 * x[:, 4]
-    )
-    y += generator.normal(size=325)
-    options = {"num_members": 4, "num_steps": 500, "num_sampling_steps": 2000, "random_state": 0}
-    predictions = BayesianMLPRegressor(**options).fit(x[:25], y[:25]).predict(x[25:])
-    assert np.square(predictions - y[25:]).mean() < 0.45 * y[25:].var()
+    """With normal priors the error was that of a constant."""
+    x, y = make_friedman1(325, n_features=5, noise=1.0, random_state=0)
+    found = BayesianMLPRegressor(num_sampling_steps=2000, **SHORT_CHAINS).fit(x[:25], y[:25])
+    assert np.square(found.predict(x[25:]) - y[25:]).mean() < 0.45 * y[25:].var()
+
+
+@pytest.mark.slow
+def test_chains_find_out_which_inputs_are_irrelevant():
+    """25 of 30; with one scale for each layer the error was that of the forest."""
+    x, y = make_friedman1(1200, n_features=30, noise=1.0, random_state=0)
+    found = BayesianMLPRegressor(num_sampling_steps=4000, **SHORT_CHAINS)
+    forest = RandomForestRegressor(500, random_state=0)
+    errors = [
+        np.std(each.fit(x[:200], y[:200]).predict(x[200:]) - y[200:]) for each in (found, forest)
+    ]
+    assert errors[0] < 0.6 * errors[1]
 
 
 @pytest.mark.slow
