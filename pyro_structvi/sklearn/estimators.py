@@ -15,7 +15,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Count, NonNegative, check
+from pyro_structvi._checks import Count, NonNegative, check, warn_user
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.nn import Classifier, Regressor
 from pyro_structvi.nn.likelihood import Likelihood
@@ -34,6 +34,12 @@ from pyro_structvi.sklearn.base import (
 )
 
 REPEATS = 4  # of a value in the mean, from which targets count as rounded
+OFTEN = 0.2  # of the examples, whose common target then has a density without a bound
+FEWEST_REPEATED = 10
+
+
+class RepeatedTargetsWarning(UserWarning):
+    """Many targets have the same value, whose density has no bound."""
 
 
 @dataclass(eq=False, repr=False)
@@ -141,6 +147,8 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         is_auto = self.noise_floor == "auto"
         found = _scale_of_rounding(inputs, targets) if is_auto else self.noise_floor
         self.noise_floor_ = float(found)
+        if is_auto and not found:
+            _warn_of_repeated(targets)
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
@@ -204,6 +212,19 @@ def _scale_of_rounding(inputs: Array, targets: Array) -> float:
         return 0.0
     is_rounded = len(values) <= num_distinct(np.column_stack([inputs, targets])) / REPEATS
     return float(np.diff(values).min() / math.sqrt(12)) if is_rounded else 0.0
+
+
+def _warn_of_repeated(targets: Array) -> None:
+    values, counts = np.unique(targets, return_counts=True)
+    share = counts.max() / len(targets)
+    if len(values) > 1 and share >= OFTEN and counts.max() >= FEWEST_REPEATED:
+        warn_user(
+            f"{share:.0%} of the targets are {values[counts.argmax()]:.6g}. Their density has no bound, "
+            "so the noise there shrinks, and standard deviations elsewhere may be far too large. Pass "
+            "`noise_floor`, the least scale of the noise, or fit a classifier for this value and a "
+            "regressor for the others.",
+            RepeatedTargetsWarning,
+        )
 
 
 @dataclass(eq=False, repr=False)

@@ -37,7 +37,7 @@ class IsotropicStudentT(TensorDistribution):
         df: The degrees of freedom :math:`\nu`, positive, ``(*batch)`` or a number.
         scale: The typical scale s, positive, ``(*batch)`` or a number.
         event_shape: The shape of the parameter; () for single elements.
-        dim: The dimension of the event with a scale for each of its indices: 1 for the inputs of a weight
+        dim: The dimension of the event with a scale for each index: 1 for the inputs of a weight
             ``(out, in, ...)``, 0 for its outputs. None for one scale of all elements.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 
