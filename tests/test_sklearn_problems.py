@@ -12,10 +12,10 @@ SHORT_CHAINS = {"num_members": 4, "num_steps": 500, "random_state": 0}
 
 
 def test_functions_of_few_rows_are_no_draws_of_a_wide_prior():
-    """With normal priors the error was that of a constant."""
+    """With normal priors the square of the error is 0.44 times the variance."""
     x, y = make_friedman1(325, n_features=5, noise=1.0, random_state=0)
     found = BayesianMLPRegressor(num_sampling_steps=2000, **SHORT_CHAINS).fit(x[:25], y[:25])
-    assert np.square(found.predict(x[25:]) - y[25:]).mean() < 0.45 * y[25:].var()
+    assert np.square(found.predict(x[25:]) - y[25:]).mean() < 0.4 * y[25:].var()
 
 
 def test_chains_find_out_which_inputs_are_irrelevant():
