@@ -104,6 +104,10 @@ METHODS: dict[str, Callable[[bool], ClassifierMixin]] = {
     "points": bayesian_mlp(refine=False),
     "points, no skip": bayesian_mlp(refine=False, skip=False),
     "mixture": bayesian_mlp(posterior="mixture", refine=False),
+    "mixture, no skip": bayesian_mlp(posterior="mixture", refine=False, skip=False),
+    "mixture, KL weight 0.1, no skip": bayesian_mlp(
+        posterior="mixture", refine=False, skip=False, kl_weight=0.1
+    ),
     "deep ensemble": bayesian_mlp((50, 50), activation="relu", refine=False, skip=False),
     "logistic regression": logistic_regression,
     "random forest": forest,

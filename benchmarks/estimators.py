@@ -142,6 +142,7 @@ METHODS: dict[str, Callable[..., Score]] = {
     "points": bayesian_mlp(refine=False),
     "points, no skip": bayesian_mlp(refine=False, skip=False),
     "mixture": bayesian_mlp(posterior="mixture", refine=False),
+    "mixture, no skip": bayesian_mlp(posterior="mixture", refine=False, skip=False),
     "matrix normal": bayesian_mlp(posterior="matrix_normal", refine=False),
     "deep ensemble": bayesian_mlp((50, 50), activation="relu", refine=False, skip=False),
     "Gaussian process": gaussian_process,

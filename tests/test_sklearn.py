@@ -307,6 +307,9 @@ def test_chains_sample_the_scales_of_layers_and_of_inputs(table):
     of_inputs = {name: site.prior.dim for name, site in find_declared_sites(found.model_).items()}
     assert of_inputs.pop("net.net.0.weight") == 1
     assert {*of_inputs.values()} == {None}
+    mixture = BayesianMLPRegressor((4,), **SMALL, posterior="mixture", refine=False, kl_weight=0.3)
+    of_layers = find_declared_sites(mixture.fit(inputs, targets).model_).values()
+    assert {(type(site.prior), site.prior.dim) for site in of_layers} == {(IsotropicStudentT, None)}
 
 
 def test_class_weights_are_weights_of_examples():

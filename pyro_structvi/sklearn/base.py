@@ -300,16 +300,16 @@ class BayesianMLP(BaseEstimator):
             raise KeyboardInterrupt
 
     def _learn_scales(self, net: nn.Module, df: float, data: tuple[Tensor, ...]) -> None:
-        """Replace the prior of the model and of its points by one that learns scales.
+        """Replace the prior of the model and of its points by one that learns the scales of layers.
 
-        They are the scales of layers and of inputs. The density is highest where whole layers are zero,
-        so points are found under normals.
+        Chains learn the scales of inputs, too, which normals around points do not find. The density is
+        highest where whole layers are zero, so points are found under normals.
         """
-        points = self.guide_.state_dict()
+        points, is_refined = self.guide_.state_dict(), self._is_refined(data[0])
 
         def prior(name: str, value: Tensor) -> IsotropicStudentT:
             scale = self._scale_of(name, value)
-            if name in OF_HIDDEN_INPUTS:  # many inputs may be of no use
+            if name in OF_HIDDEN_INPUTS and is_refined:  # many inputs may be of no use
                 return IsotropicStudentT(1.0, value.new_tensor(scale / 10), value.shape, dim=1)
             return IsotropicStudentT(df, value.new_tensor(scale / 2), value.shape)
 

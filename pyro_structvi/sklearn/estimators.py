@@ -54,9 +54,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
 
     Chains and mixtures that start at points have another prior,
     :class:`~pyro_structvi.distributions.IsotropicStudentT` with the scale ``prior_scale / 2``: each
-    weight matrix and each bias learns its scale from the data. In the matrix of the hidden layer next to
-    the inputs, the weights of each input have a scale of their own (automatic relevance determination),
-    with one degree of freedom and the scale ``prior_scale / 10``, so that irrelevant inputs cost little.
+    weight matrix and each bias learns its scale from the data. With chains, the weights of each input of
+    the hidden layers have a scale of their own (automatic relevance determination), with one degree of
+    freedom and the scale ``prior_scale / 10``, so that irrelevant inputs cost little.
 
     Args:
         hidden_layer_sizes: The numbers of units of the hidden layers, or of a single one.
