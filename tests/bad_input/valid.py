@@ -345,7 +345,12 @@ OF_DISTRIBUTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "inducing": d.MeanFieldNormal(torch.randn(3, 2), positive(3, 2)),
         "conditional_scale": positive(),
     },
-    "IsotropicStudentT": lambda: {"df": positive(2), "scale": positive(2), "event_shape": (4, 3)},
+    "IsotropicStudentT": lambda: {
+        "df": positive(2),
+        "scale": positive(2),
+        "event_shape": (4, 3),
+        "dim": 1,
+    },
     "JoinedPrior": lambda: {
         "weight": dist.Normal(torch.zeros(4, 3), 1.0).to_event(2),
         "bias": dist.Normal(torch.zeros(4), 1.0).to_event(1),
