@@ -448,6 +448,17 @@ def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
     assert classifier.fit(inputs, inputs[:, 0] > 0).kl_weight_ == 0.3
 
 
+def test_the_weight_of_the_kl_of_a_mixture_of_classifiers_needs_a_hundred_held_out_rows():
+    generator = np.random.default_rng(0)
+    inputs, noise = generator.normal(size=(200, 2)), generator.normal(size=200)
+    options = {"posterior": "mixture", "num_steps": 40, "num_members": 2, "random_state": 0}
+    classifier = BayesianMLPClassifier((6,), refine=False, **options)
+    for share, expected in ((0.495, 0.3), (0.5, 0.03)):
+        classifier.set_params(validation_fraction=share).fit(inputs, inputs[:, 0] > 0)
+        assert classifier.kl_weight_ == expected
+    assert classifier.fit(inputs, noise > 0).kl_weight_ == 0.3
+
+
 def test_wrong_options_and_parts_of_the_data_are_refused(table):
     for option, message in (
         ({"posterior": "exact"}, "`posterior` must be one of"),

@@ -91,10 +91,12 @@ class BayesianMLP(BaseEstimator):
     """The common part of the regressor and the classifier.
 
     Attributes:
-        kl_weights_of_mixture: The weights of the KL that "auto" compares.
+        kl_weights_of_mixture: The weights of the KL that "auto" compares, from the largest.
+        fewest_compared: The number of held-out rows that the comparison needs.
     """
 
     kl_weights_of_mixture: ClassVar[tuple[float, ...]]
+    fewest_compared: ClassVar[int] = 1
 
     hidden_layer_sizes: Sequence[int] | int = (16, 16, 16, 16)
     _: KW_ONLY
@@ -173,10 +175,10 @@ class BayesianMLP(BaseEstimator):
             return self.kl_weight
         if self.posterior_ != "mixture":
             return 1.0
-        weights_of_kl = self.kl_weights_of_mixture
+        chosen, *smaller = self.kl_weights_of_mixture
         held_out = self._num_held_out(len(inputs))
-        if not held_out or self._is_refined(inputs) or len(weights_of_kl) == 1:
-            return weights_of_kl[0]
+        if held_out < self.fewest_compared or self._is_refined(inputs):
+            return chosen
         order = np.random.RandomState(seed).permutation(len(inputs))
         held, rest = (
             [None if part is None else part[rows] for part in (inputs, targets, weights)]
@@ -195,7 +197,13 @@ class BayesianMLP(BaseEstimator):
             found = torch.cat([each.log_density for each in trial._predictions(held[0], y)])
             return float((found @ of_rows[0]) if of_rows else found.sum())
 
-        return max(weights_of_kl, key=score)
+        best = score(chosen)
+        for kl_weight in smaller:
+            found = score(kl_weight)
+            if not found > best:
+                break
+            chosen, best = kl_weight, found
+        return chosen
 
     def _num_held_out(self, num_data: int) -> int:
         """Return the number of held-out rows; a few of them would decide by chance."""

@@ -82,9 +82,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         num_sampling_steps: The number of steps of each chain, six tenths for warm-up.
         energy_variance: See :func:`~pyro_structvi.reference.mclmc`; smaller values have less bias and
             need more steps.
-        kl_weight: The weight of the KL of a guide that has no points. "auto" is 1, and for a mixture 0.3
-            or, for numbers, 0.1 (a cold posterior), whichever predicts held-out rows better; 0.3 if
-            none are held out, or if the mixture is refined.
+        kl_weight: The weight of the KL of a guide that has no points. "auto" is 1, and for a mixture
+            0.3, 0.1 or, for classes, 0.03 (a cold posterior), whichever predicts held-out rows better;
+            0.3 if none are held out, for classes less than 100, or if the mixture is refined.
         dtype: "float32" or "float64".
         device: The device, as torch names it.
         random_state: A seed or a ``RandomState``.
@@ -255,8 +255,9 @@ class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
         ['left', 'right']
     """
 
-    # With less a mixture may be certain of a wrong class, which few held-out rows do not show.
-    kl_weights_of_mixture = (0.3,)
+    kl_weights_of_mixture = 0.3, 0.1, 0.03
+    # A mixture may be certain of a wrong class with less than 0.3, which few rows do not show.
+    fewest_compared = 100
 
     class_weight: Any = field(default=None, kw_only=True)
 
