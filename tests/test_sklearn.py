@@ -436,7 +436,7 @@ def test_the_default_posterior_of_many_examples_is_a_mixture(
 def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
     generator = np.random.default_rng(0)
     inputs, noise = generator.normal(size=(60, 2)), generator.normal(size=60)
-    options = {"posterior": "mixture", "num_steps": 40, "num_members": 2, "random_state": 0}
+    options = {"posterior": "mixture", "num_steps": 15, "num_members": 2, "random_state": 0}
     estimator = BayesianMLPRegressor((6,), refine=False, **options)
     assert estimator.fit(inputs, inputs[:, 0]).kl_weight_ == 0.1
     found = estimator.fit(inputs, noise).predict(inputs)
@@ -451,7 +451,7 @@ def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
 def test_the_weight_of_the_kl_of_a_mixture_of_classifiers_needs_a_hundred_held_out_rows():
     generator = np.random.default_rng(0)
     inputs, noise = generator.normal(size=(200, 2)), generator.normal(size=200)
-    options = {"posterior": "mixture", "num_steps": 40, "num_members": 2, "random_state": 0}
+    options = {"posterior": "mixture", "num_steps": 15, "num_members": 2, "random_state": 0}
     classifier = BayesianMLPClassifier((6,), refine=False, **options)
     for share, expected in ((0.495, 0.3), (0.5, 0.03)):
         classifier.set_params(validation_fraction=share).fit(inputs, inputs[:, 0] > 0)
