@@ -2,7 +2,12 @@
 
 from pyro_structvi.infer.checkpoint import Checkpoint
 from pyro_structvi.infer.compiled_svi import CompiledSVI
-from pyro_structvi.infer.data_warnings import DataScaleWarning, NumDataWarning, SlowFamilyWarning
+from pyro_structvi.infer.data_warnings import (
+    DataScaleWarning,
+    NumDataWarning,
+    SlowFamilyWarning,
+    VanishingNoiseWarning,
+)
 from pyro_structvi.infer.elbo import (
     CosineDecay,
     LinearAnnealing,
@@ -32,6 +37,7 @@ __all__ = [
     "StructuredELBO",
     "StructuredAdam",
     "Validation",
+    "VanishingNoiseWarning",
     "fit",
     "weigh_by_bound",
     "weigh_by_stacking",

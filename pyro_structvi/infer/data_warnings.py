@@ -6,8 +6,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.distributions import Laplace, Normal, StudentT
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyro_structvi._checks import warn_user
@@ -18,6 +20,7 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.sites.autoguide import check_made_of, give_model
 from pyro_structvi.sites.finding import separate_randomness, trial_run
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.points import are_points
 from pyro_structvi.weights.site_role import SiteRole
 from pyro_structvi.weights.torch_distributions import base_of
 
@@ -30,6 +33,8 @@ SLOW = 400
 NOTICED = 2e10  # products, about half a second of one core
 WINDOWS = 20  # of a fit, over each of which the terms of the bound are averaged
 LEAST = 10  # steps in a window, fewer of which are too noisy to compare
+VANISHED = 0.01  # of the standard deviation of the targets, a scale of noise
+SOME = 0.05  # of the targets
 
 
 class NumDataWarning(UserWarning):
@@ -42,6 +47,10 @@ class DataScaleWarning(UserWarning):
 
 class SlowFamilyWarning(UserWarning):
     """A posterior takes hundreds of times as long as its layer."""
+
+
+class VanishingNoiseWarning(UserWarning):
+    """Point estimates fit the examples so closely that learned noise falls to nearly zero."""
 
 
 def set_num_data(model: Any, guide: Any, found: int | None) -> None:
@@ -139,6 +148,32 @@ def warn_of_ignored_data(history: History) -> None:
             "starts (`MixtureGuide`), more steps, another prior or a smaller `kl_weight`.",
             UserWarning,
         )
+
+
+def warn_of_vanishing_noise(parts: tuple[Any, Any], args: Any, kwargs: Any) -> None:
+    """Warn of point estimates whose learned noise is far smaller than the spread of the targets."""
+    model, guide = parts
+    if not (isinstance(guide, StructuredGuide) and are_points(guide.all_posteriors())):
+        return
+    seen = _PriorPredictive()
+    # With gradients, which show that a scale is learned.
+    with separate_randomness(), trial_run(model), torch.enable_grad(), seen:
+        drawn = poutine.trace(guide).get_trace(*args, **kwargs)
+        poutine.replay(model, trace=drawn)(*args, **kwargs)
+    for name, (draw, *_) in seen.sites.items():
+        noise, y = base_of(draw["fn"]), draw["value"]
+        if not isinstance(noise, Normal | StudentT | Laplace) or not noise.scale.requires_grad:
+            continue
+        share = float((noise.scale < VANISHED * y.std(0)).float().mean()) if len(y) > 1 else 0.0
+        if share > SOME:
+            warn_user(
+                f"The noise of '{name}' has fallen below {VANISHED:.0%} of the observations' standard "
+                f"deviation at {share:.0%} of them. Point estimates that fit every example drive "
+                "learned noise to zero, and predictions are then far too certain. Unless the data have "
+                "no noise, hold out data, `validation=Validation((x, y), every=10, patience=30)`, or "
+                "give `noise_scale` a number.",
+                VanishingNoiseWarning,
+            )
 
 
 class _PriorPredictive(Messenger):

@@ -31,6 +31,7 @@ from pyro_structvi.infer.data_warnings import (
     set_num_data,
     warn_of_first_batch,
     warn_of_ignored_data,
+    warn_of_vanishing_noise,
 )
 from pyro_structvi.infer.elbo import CosineDecay, LinearAnnealing, Schedule, StructuredELBO
 from pyro_structvi.infer.history import History
@@ -125,6 +126,15 @@ def fit(
         FloatingPointError: If the loss or a gradient is not finite; the message names sites and step,
             and the parameters are the last good ones.
 
+    Warns:
+        DataScaleWarning: If inputs or observations lie far outside of what the prior expects.
+        NumDataWarning: If the model counts another number of examples than the data have.
+        SlowFamilyWarning: If a posterior takes hundreds of times as long as its layer.
+        VanishingNoiseWarning: If learned noise of point estimates ends below a hundredth of the
+            observations' standard deviation, without ``validation``.
+        UserWarning: If the posterior starts far outside of the prior, or ends by ignoring most of the
+            data.
+
     Example:
         >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize
         >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
@@ -172,6 +182,8 @@ def fit(
         with tqdm(desc="fit", total=total, initial=run.done, disable=not progress) as bar:
             _train(step, run, file, bar)
     warn_of_ignored_data(run.history)
+    if validation is None:
+        warn_of_vanishing_noise(loss.parts, args, kwargs)
     return run.history
 
 

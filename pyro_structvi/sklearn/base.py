@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pyro_structvi import guides
 from pyro_structvi._checks import Count, Positive, Share, brief, check
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi.infer import SampledKLWarning, Validation, fit
+from pyro_structvi.infer import SampledKLWarning, Validation, VanishingNoiseWarning, fit
 from pyro_structvi.nn import bayesianize
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior import Prediction, predict
@@ -292,7 +292,10 @@ class BayesianMLP(BaseEstimator):
             metric = partial(_weighted_log_density, other[2]) if len(other) > 2 else None
             held = other[0], other[1]
             options["validation"] = Validation(held, metric, every=10, patience=30)
-        self._train(guide, data, **options)
+        with warnings.catch_warnings():
+            if self._has_starts(data):  # chains and mixtures widen the noise again
+                warnings.simplefilter("ignore", VanishingNoiseWarning)
+            self._train(guide, data, **options)
         return guide
 
     def _train(self, guide: StructuredGuide, data: tuple[Tensor, ...], **options: Any) -> None:
