@@ -162,9 +162,10 @@ def warn_of_vanishing_noise(parts: tuple[Any, Any], args: Any, kwargs: Any) -> N
         poutine.replay(model, trace=drawn)(*args, **kwargs)
     for name, (draw, *_) in seen.sites.items():
         noise, y = base_of(draw["fn"]), draw["value"]
-        if not isinstance(noise, Normal | StudentT | Laplace) or not noise.scale.requires_grad:
+        is_learned = isinstance(noise, Normal | StudentT | Laplace) and noise.scale.requires_grad
+        if not is_learned or not y.dim() or len(y) < 2:
             continue
-        share = float((noise.scale < VANISHED * y.std(0)).float().mean()) if len(y) > 1 else 0.0
+        share = float((noise.scale < VANISHED * y.std(0)).float().mean())
         if share > SOME:
             warn_user(
                 f"The noise of '{name}' has fallen below {VANISHED:.0%} of the observations' standard "

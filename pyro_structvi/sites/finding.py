@@ -306,6 +306,11 @@ class _SiteRecorder(TrialHandler):
             self.observed_plates.update(frame.name for frame in frames)
             self.num_examples.update(frame.size for frame in frames)
             self.num_examples.update(msg["fn"].batch_shape[:1])
+            if not isinstance(msg["value"], Tensor):
+                raise TypeError(
+                    f"The observation of '{msg['name']}' must be a tensor, but got "
+                    f"{brief(msg['value'])}. Write `obs=torch.as_tensor(...)`."
+                )
             log_density(msg["fn"], msg["value"])  # which may use a weight, as `obs=weight` does
 
     def _pyro_post_sample(self, msg: Any) -> None:

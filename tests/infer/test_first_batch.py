@@ -2,6 +2,7 @@
 
 from collections import UserDict
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -106,6 +107,18 @@ def test_a_family_whose_step_takes_hundreds_of_times_its_layers():
     ):
         warn_of_first_batch((model, ps.MatrixNormalGuide(model)), (x, y), {}, 1, 2)
     warn_of_first_batch((model, ps.KTiedGuide(model)), (x, y), {}, 1, 2)  # warnings are errors
+
+
+@pytest.mark.parametrize("y", [1.0, np.ones(3)])
+def test_an_observation_that_is_no_tensor_is_refused(y):
+    def model(x):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("obs", dist.Normal(z + x, 1.0), obs=y)
+
+    with pytest.raises(
+        TypeError, match=r"observation of 'obs' must be a tensor, but got .*`obs=to"
+    ):
+        ps.fit(model, ps.MeanFieldGuide(model), torch.zeros(3), num_steps=1, progress=False)
 
 
 # ---- arguments -----------------------------------------------------------------------------------

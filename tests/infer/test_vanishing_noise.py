@@ -1,5 +1,7 @@
 """The warning of point estimates whose learned noise has nearly vanished."""
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -51,3 +53,13 @@ def test_noise_that_is_given_or_uncertain_and_held_out_data_are_no_reason():
     small = {"noise_scale": 0.001}
     fitted(regressor(noise="learned"), small, ps.MeanFieldGuide)
     fitted(regressor(noise="learned"), small, validation=Validation((X, Y)))
+
+
+@pytest.mark.parametrize("y", [torch.tensor(1.0), torch.ones(1)])
+def test_one_observation_has_no_spread(y):
+    def model(x):
+        scale = pyro.sample("noise_scale", dist.LogNormal(-9.0, 1.0))
+        return pyro.sample("obs", dist.Normal(x, scale), obs=y)
+
+    guide = ps.MAPGuide(model)
+    ps.fit(model, guide, torch.ones(1), num_steps=1, progress=False)
