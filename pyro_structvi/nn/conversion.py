@@ -4,7 +4,7 @@ import copy
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,11 +236,11 @@ def layout_of(module: nn.Module, attribute: str, shape: torch.Size) -> Layout:
     return Layout(fan_in=0) if shape[0] == 1 else Layout()
 
 
-def parametrized(net: nn.Module) -> dict[int, nn.Module]:
+def parametrized(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
     """Return the modules with parametrized weights, by the identity of their parametrizations."""
     return {
         id(own): module
-        for module in net.modules()
+        for module in modules
         if nn.utils.parametrize.is_parametrized(module)
         for own in module.parametrizations.values()  # type: ignore[operator]
     }
@@ -253,7 +253,7 @@ def find_layouts(net: nn.Module) -> dict[int, Layout]:
     last layer is a matrix ``(out, in)``.
     """
     found: dict[int, Layout] = {}
-    computed = parametrized(net)
+    computed = parametrized(net.modules())
     for module in net.modules():
         for attribute, parameter in _own_parameters(module):
             own = layout_of(computed.get(id(module), module), attribute, parameter.shape)

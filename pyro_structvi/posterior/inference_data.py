@@ -130,7 +130,7 @@ def dims_of_sites(
     """Return names for the dimensions of declared sites, numbered if there are several of a kind."""
     found = {}
     modules = modules_of(model)
-    computed = parametrized(modules[0]) if modules else {}
+    computed = parametrized(modules)
     for module in modules:
         owner = computed.get(id(module), module)
         for attribute in declared_samples(module) if isinstance(module, PyroModule) else ():

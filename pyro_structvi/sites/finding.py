@@ -84,7 +84,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
     found: dict[str, FoundSite] = {}
     if not isinstance(model, nn.Module):  # such as a handler, which may hide sites
         return found
-    computed = parametrized(model)
+    computed = parametrized(model.modules())
     for module in model.modules():
         if not isinstance(module, PyroModule):
             continue

@@ -1,5 +1,6 @@
 """to_inference_data: groups, names of dimensions and values, and versions of ArviZ."""
 
+import copy
 import math
 import sys
 import warnings
@@ -350,6 +351,12 @@ def test_dims_are_named_by_what_they_count():
             f"net.0.{key}": [f"net.0.{key}_{kind}" for kind in kinds.split()]
             for key, kinds in expected.items()
         }
+    # Of a function, each net.
+    layer, kinds = LAYERS[-1]
+    nets = [ps.bayesianize(nn.ModuleDict({name: copy.deepcopy(layer)}), prior=1.0) for name in "ab"]
+    shapes = {f"{name}.{key}": (5, 3) for name in "ab" for key in kinds}
+    expected = {key: [f"{key}_out", f"{key}_in"] for key in shapes}
+    assert dims_of_sites(lambda x: [net(x) for net in nets], shapes) == expected
     # Those of factors and of undeclared sites are left to ArviZ.
     net = nn.Sequential(nn.Linear(8, 8, bias=False))
     model = ps.Regressor(ps.bayesianize(net, layers={"0": ps.WalshHadamard()}), 5, 0.1)
