@@ -131,7 +131,7 @@ def fit(
         NumDataWarning: If the model counts another number of examples than the data have.
         SlowFamilyWarning: If a posterior takes hundreds of times as long as its layer.
         VanishingNoiseWarning: If learned noise of point estimates ends below a hundredth of the
-            observations' standard deviation, without ``validation``.
+            observations' standard deviation, without ``patience`` of ``validation``.
         UserWarning: If the posterior starts far outside of the prior, or ends by ignoring most of the
             data.
 
@@ -182,7 +182,7 @@ def fit(
         with tqdm(desc="fit", total=total, initial=run.done, disable=not progress) as bar:
             _train(step, run, file, bar)
     warn_of_ignored_data(run.history)
-    if validation is None:
+    if validation is None or validation.patience is None:
         warn_of_vanishing_noise(loss.parts, args, kwargs)
     return run.history
 

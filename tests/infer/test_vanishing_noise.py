@@ -52,7 +52,9 @@ def test_noise_that_is_given_or_uncertain_and_held_out_data_are_no_reason():
     fitted(regressor(noise_scale=0.001), {})  # warnings are errors
     small = {"noise_scale": 0.001}
     fitted(regressor(noise="learned"), small, ps.MeanFieldGuide)
-    fitted(regressor(noise="learned"), small, validation=Validation((X, Y)))
+    with pytest.warns(VanishingNoiseWarning):
+        fitted(regressor(noise="learned"), small, validation=Validation((X, Y)))
+    fitted(regressor(noise="learned"), small, validation=Validation((X, Y), patience=5))
 
 
 @pytest.mark.parametrize("y", [torch.tensor(1.0), torch.ones(1)])
