@@ -1,7 +1,7 @@
 """Nets with priors, and likelihoods around them."""
 
 from pyro_structvi.nn.conversion import LastLayer, PointEstimateWarning, bayesianize
-from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier, TokenClassifier
+from pyro_structvi.nn.likelihood import BinaryClassifier, Classifier
 from pyro_structvi.nn.priors import FanIn, HierarchicalScale
 from pyro_structvi.nn.rank_one import (
     RankOne,
@@ -11,6 +11,7 @@ from pyro_structvi.nn.rank_one import (
     RankOneLinear,
 )
 from pyro_structvi.nn.regressors import PoissonRegressor, Regressor
+from pyro_structvi.nn.tokens import TokenClassifier
 from pyro_structvi.nn.walsh_hadamard import (
     WalshHadamard,
     WalshHadamardConv1d,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer.data_warnings import NumDataWarning
-from pyro_structvi.nn.likelihood import PaddedCategorical
+from pyro_structvi.nn.tokens import PaddedCategorical
 from pyro_structvi.posterior.one_pass import student_t_plus_normal_log_prob
 
 
@@ -206,6 +206,8 @@ RIGHT_WEIGHTS, WRONG_WEIGHTS = ({"class_weights": torch.ones(size)} for size in 
         (ps.Classifier, WRONG_WEIGHTS, (2, 3), torch.tensor([0, 1]), "`class_weights` must h"),
         (ps.Classifier, RIGHT_WEIGHTS, (2, 3), torch.tensor([0, 2]), "classes count from 0"),
         (ps.TokenClassifier, {}, (6, 3), None, r"\(batch, length, classes\), but got \(6, 2\)"),
+        (ps.TokenClassifier, {}, (6, 0, 3), None, r"at least one token, but .* \(6, 0, 2\)"),
+        (ps.TokenClassifier, {"shift": True}, (6, 1, 3), None, r"tokens?.* two with `shift=True`"),
         (ps.TokenClassifier, {}, (6, 5, 3), torch.zeros(6).long(), r"shape .* = \(6, 5\), but got"),
         (ps.BinaryClassifier, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
         (ps.Regressor, {"noise": 1.0}, (6, 3), torch.zeros(6), r"net's output = \(6, 2\), but got"),
