@@ -84,7 +84,7 @@ def warn_of_first_batch(
     The model runs at some draws of its prior, with the arguments of the first step.
     """
     model, guide = parts
-    seen = _PriorPredictive()
+    seen = _Recorder()
     hook = register_module_forward_pre_hook(seen.note_input)
     with hook, separate_randomness(), trial_run(model), seen:
         try:
@@ -155,7 +155,7 @@ def warn_of_vanishing_noise(parts: tuple[Any, Any], args: Any, kwargs: Any) -> N
     model, guide = parts
     if not (isinstance(guide, StructuredGuide) and are_points(guide.all_posteriors())):
         return
-    seen = _PriorPredictive()
+    seen = _Recorder()
     # With gradients, which show that a scale is learned.
     with separate_randomness(), trial_run(model), torch.enable_grad(), seen:
         drawn = poutine.trace(guide).get_trace(*args, **kwargs)
@@ -177,7 +177,7 @@ def warn_of_vanishing_noise(parts: tuple[Any, Any], args: Any, kwargs: Any) -> N
             )
 
 
-class _PriorPredictive(Messenger):
+class _Recorder(Messenger):
     """Records observed sites, priors of the others, and the first input of a layer that has sites."""
 
     def __init__(self) -> None:

@@ -84,7 +84,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
             need more steps.
         kl_weight: The weight of the KL of a guide that has no points. "auto" is 1, and for a mixture
             0.3, 0.1 or, for classes, 0.03 (a cold posterior), whichever predicts held-out rows better;
-            0.3 if none are held out, for classes less than 100, or if the mixture is refined.
+            0.3 if no rows are held out, or fewer than 100 for classes, or if the mixture is refined.
         dtype: "float32" or "float64".
         device: The device, as torch names it.
         random_state: A seed or a ``RandomState``.
