@@ -32,9 +32,9 @@ from pyro_structvi.sklearn import (
 )
 from pyro_structvi.weights.torch_distributions import base_of
 
-SMALL = {"num_members": 2, "num_steps": 25, "random_state": 0, "dtype": "float64"}
+SMALL = {"num_members": 2, "num_steps": 10, "random_state": 0, "dtype": "float64"}
 POINT = {**SMALL, "posterior": "map", "refine": False, "validation_fraction": 0.0}
-CHAINS = {**SMALL, "refine": True, "num_sampling_steps": 50}
+CHAINS = {**SMALL, "refine": True, "num_sampling_steps": 20}
 
 
 @pytest.fixture

@@ -4,6 +4,12 @@ import pytest
 import torch
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave these libraries unimported, unless their tests are asked for by an option or a path."""
+    is_named = any("any_net" in each for each in config.args)
+    return None if config.getoption("--nets") or is_named else True
+
+
 @pytest.fixture(autouse=True)
 def single_precision():
     """Nets of these libraries make tensors in single precision, and ONNX Runtime has few kernels of
