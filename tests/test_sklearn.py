@@ -396,8 +396,9 @@ def test_inputs_are_mapped_to_the_output_unless_they_are_more_than_the_rows():
     twice = np.tile(inputs, (2, 1))  # rows that are repeated are no others
     estimator.set_params(skip="auto").fit(twice, twice[:, 0])
     assert "net.skip.weight" not in estimator.draws_
-    estimator.set_params(skip=False).fit(inputs[:, :3], inputs[:, 0])
-    assert "net.skip.weight" not in estimator.draws_
+    for options in ({"skip": False}, {"skip": "auto", "hidden_layer_sizes": ()}):
+        estimator.set_params(**options).fit(inputs[:, :3], inputs[:, 0])
+        assert "net.skip.weight" not in estimator.draws_
 
 
 @pytest.mark.parametrize(("size", "share"), [(16, 1.0), (64, 0.5)])
@@ -431,32 +432,6 @@ def test_the_default_posterior_of_many_examples_is_a_mixture(
     assert estimator.posterior_ == expected
     assert hasattr(estimator.draws_, "r_hat") == (expected == "ensemble" and refine is not False)
     assert isinstance(estimator.guide_, ps.EnsembleGuide) == (expected == "ensemble")
-
-
-def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
-    generator = np.random.default_rng(0)
-    inputs, noise = generator.normal(size=(60, 2)), generator.normal(size=60)
-    options = {"posterior": "mixture", "num_steps": 15, "num_members": 2, "random_state": 0}
-    estimator = BayesianMLPRegressor((6,), refine=False, **options)
-    assert estimator.fit(inputs, inputs[:, 0]).kl_weight_ == 0.1
-    found = estimator.fit(inputs, noise).predict(inputs)
-    assert estimator.kl_weight_ == 0.3
-    # Without another weight to compare with.
-    estimator.set_params(validation_fraction=0.0).fit(inputs, noise)
-    np.testing.assert_array_equal(estimator.predict(inputs), found)
-    classifier = BayesianMLPClassifier((6,), refine=False, **options)
-    assert classifier.fit(inputs, inputs[:, 0] > 0).kl_weight_ == 0.3
-
-
-def test_the_weight_of_the_kl_of_a_mixture_of_classifiers_needs_a_hundred_held_out_rows():
-    generator = np.random.default_rng(0)
-    inputs, noise = generator.normal(size=(200, 2)), generator.normal(size=200)
-    options = {"posterior": "mixture", "num_steps": 15, "num_members": 2, "random_state": 0}
-    classifier = BayesianMLPClassifier((6,), refine=False, **options)
-    for share, expected in ((0.495, 0.3), (0.5, 0.03)):
-        classifier.set_params(validation_fraction=share).fit(inputs, inputs[:, 0] > 0)
-        assert classifier.kl_weight_ == expected
-    assert classifier.fit(inputs, noise > 0).kl_weight_ == 0.3
 
 
 def test_wrong_options_and_parts_of_the_data_are_refused(table):

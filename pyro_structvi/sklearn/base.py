@@ -233,7 +233,9 @@ class BayesianMLP(BaseEstimator):
         for size, next_size in pairwise(sizes):
             layers += [linear(size, next_size), ACTIVATIONS[self.activation]()]
         net = nn.Sequential(*layers, linear(sizes[-1], num_outputs))
-        has_skip = num_inputs <= num_distinct(inputs) if self.skip == "auto" else self.skip
+        has_skip = self.skip
+        if self.skip == "auto":  # without hidden layers the net is itself a linear map
+            has_skip = bool(hidden) and num_inputs <= num_distinct(inputs)
         return WithSkip(net, linear(num_inputs, num_outputs, bias=False)) if has_skip else net
 
     def _likelihood(self, net: nn.Module) -> Likelihood:

@@ -62,7 +62,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         hidden_layer_sizes: The numbers of units of the hidden layers, or of a single one.
         activation: "silu", "tanh" or "relu".
         skip: Whether a linear map of the inputs is added to the output of the layers (skip-layer
-            connections); "auto" for at most as many inputs as distinct rows.
+            connections); "auto" for at most as many inputs as distinct rows, if there are hidden layers.
         prior_scale: The standard deviation of the prior of weights; with D > 16 inputs, the weights of
             inputs have ``sqrt(16 / D)`` times as much.
         prior_df: The degrees of freedom of the prior of chains and mixtures; None for the normal prior
@@ -144,11 +144,13 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         column = np.asarray(targets, dtype=np.float64).reshape(-1, 1)
         self.y_scaler_ = scaler_of(column, weights)
         check("noise_floor", self.noise_floor, NonNegative | Literal["auto"])
-        is_auto = self.noise_floor == "auto"
-        found = _scale_of_rounding(inputs, targets) if is_auto else self.noise_floor
-        self.noise_floor_ = float(found)
-        if is_auto and not found:
-            _warn_of_repeated(targets)
+        if self.noise_floor == "auto":
+            values, counts = np.unique(targets, return_counts=True)
+            self.noise_floor_ = _scale_of_rounding(values, inputs, targets)
+            if not self.noise_floor_:
+                _warn_of_repeated(values, counts)
+        else:
+            self.noise_floor_ = float(self.noise_floor)
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
@@ -205,18 +207,16 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         return array
 
 
-def _scale_of_rounding(inputs: Array, targets: Array) -> float:
+def _scale_of_rounding(values: Array, inputs: Array, targets: Array) -> float:
     """Return the standard deviation of rounding to a few distinct values, or 0 for many."""
-    values = np.unique(targets)
     if not 1 < len(values) <= len(targets) / REPEATS:  # which saves sorting a large table
         return 0.0
     is_rounded = len(values) <= num_distinct(np.column_stack([inputs, targets])) / REPEATS
     return float(np.diff(values).min() / math.sqrt(12)) if is_rounded else 0.0
 
 
-def _warn_of_repeated(targets: Array) -> None:
-    values, counts = np.unique(targets, return_counts=True)
-    share = counts.max() / len(targets)
+def _warn_of_repeated(values: Array, counts: Array) -> None:
+    share = counts.max() / counts.sum()
     if len(values) > 1 and share >= OFTEN and counts.max() >= FEWEST_REPEATED:
         warn_user(
             f"{share:.0%} of the targets are {values[counts.argmax()]:.6g}. Their density has no bound, "
