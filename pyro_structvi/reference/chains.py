@@ -22,6 +22,8 @@ GROWTH = 1.02  # of a step size that a failed step has halved
 LARGEST_CHANGE, LARGEST_DEVIATION = 1000.0, 30.0
 WORTH_COMPILING = 60.0  # seconds of gradients to come
 OPERATION, ELEMENT = 2e-6, 5e-10  # seconds of an operation and of an element, about
+# Elements of results in a pass on a CPU: more leave the cache, and their memory is allocated anew.
+LARGEST_PASS = 16_000_000
 REFLECTED = 0.1931833275037836  # of a step: the minimal-norm integrator's first kick
 
 Compiled = Literal["auto", True, False]
@@ -196,15 +198,20 @@ def gradients_of(
 def without_python(
     function: Callable[[Tensor], Any], example: Tensor, num_calls: int, compiled: Compiled
 ) -> Callable[[Tensor], Any]:
-    """Return a function to a tuple of tensors as its recorded operations, or as it is if it has none."""
+    """Return a function to a tuple of tensors as its recorded operations, or as it is if it has none.
+
+    With many examples an operation of all chains exceeds the cache, and the chains are run in groups.
+    """
     record: Any = None
     try:
-        record = Record(function, [example])
+        record = _record_of_group(function, example)
+        first = example[: len(record.outputs[0])]
         # Measured times would make the rounding of draws depend on what else the computer does.
         seconds = OPERATION * len(record.operations) + ELEMENT * record.num_elements
+        num_calls *= len(example) // len(first)
         if compiled is True or (compiled == "auto" and num_calls * seconds > WORTH_COMPILING):
-            record.compile("inductor", [example])
-            record([example])  # an error of its first run is one of compiling
+            record.compile("inductor", [first])
+            record([first])  # an error of its first run is one of compiling
     except Exception as error:  # of a record, of inductor, or of a compiler for C++
         if compiled is True:
             raise RuntimeError(f"`model` cannot be compiled: {error}") from error
@@ -212,7 +219,24 @@ def without_python(
             return function
         record.interpret()
 
-    def replay(positions: Tensor) -> Any:
+    def of_group(positions: Tensor) -> Any:
         return record([positions]) if record.holds([positions]) else function(positions)
 
+    def replay(positions: Tensor) -> Any:
+        if len(positions) == len(first):
+            return of_group(positions)
+        found = zip(*map(of_group, positions.split(len(first))), strict=True)
+        return tuple(torch.cat(parts) for parts in found)
+
     return replay
+
+
+def _record_of_group(function: Callable[[Tensor], Any], example: Tensor) -> Record:
+    """Return the record of a pass of as many chains as fit into the cache and divide their number."""
+    count, record = len(example), Record(function, [example])
+    if example.device.type != "cpu":
+        return record
+    sizes = [size for size in range(1, count + 1) if count % size == 0]
+    small = [size for size in sizes if record.num_elements * size <= LARGEST_PASS * count]
+    size = max(small, default=1)
+    return record if size == count else Record(function, [example[:size]])

@@ -1,9 +1,7 @@
 """Microcanonical Langevin sampling."""
 
 import sys
-from time import sleep
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import arviz as az
 import numpy as np
@@ -20,7 +18,6 @@ from torch.distributions.transforms import ReshapeTransform
 import pyro_structvi as ps
 from pyro_structvi.distributions import IsotropicStudentT
 from pyro_structvi.infer.data_warnings import NumDataWarning
-from pyro_structvi.infer.steps.recording import Record
 from pyro_structvi.posterior.pruning import prune_mean_field
 from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.chains import Chains, _kick, gradients_of
@@ -28,7 +25,6 @@ from pyro_structvi.reference.draws import bulk_ess
 from pyro_structvi.reference.log_joint import LogJoint
 from pyro_structvi.reference.mclmc import _moving
 from tests.conjugate import full_guide
-from tests.infer.compiled_steps import compiles
 from tests.models import make_regressor, regression_data
 
 NOISE, PRIOR = 0.5, 2.0
@@ -325,39 +321,6 @@ def test_long_runs_are_compiled_where_that_is_possible(monkeypatch):
     torch.testing.assert_close(draws(adjusted=True), draws(adjusted=True, thinning=1))
     monkeypatch.setattr(module, "Record", refuse)  # as of a model that cannot be recorded
     torch.testing.assert_close(draws(), plain)
-
-
-def test_whether_a_gradient_is_compiled_depends_on_no_measured_time(monkeypatch):
-    """Draws with one seed differed on a busy computer, by the rounding of inductor."""
-    model, guide, data = mean_field_of_regression()
-    module, replay = sys.modules[Chains.__module__], Record.__call__
-
-    def slow(record, inputs):
-        sleep(0.003)
-        return replay(record, inputs)
-
-    monkeypatch.setattr(module, "WORTH_COMPILING", 0.1)
-    monkeypatch.setattr(Record, "__call__", slow)
-    monkeypatch.setattr(Record, "compile", compiled := Mock())
-    target = LogJoint(model, guide, data)
-    positions = torch.randn(3, target.size)
-    gradients_of(target, positions, 100, "auto")
-    assert not compiled.called
-    gradients_of(target, positions, 10_000, "auto")
-    assert compiled.called
-
-
-@compiles
-def test_a_compiled_gradient_is_the_gradient():
-    model, data = make_regressor(), regression_data()
-    guide = ps.MeanFieldGuide(model)
-    guide.initialize(*data)
-    target = LogJoint(model, guide, data)
-    positions = torch.randn(3, target.size)
-    plain, compiled = (
-        gradients_of(target, positions, 1, each)(positions) for each in (False, True)
-    )
-    torch.testing.assert_close(compiled, plain, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
