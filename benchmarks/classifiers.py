@@ -101,6 +101,7 @@ def forest(is_quick: bool) -> ClassifierMixin:
 
 METHODS: dict[str, Callable[[bool], ClassifierMixin]] = {
     "chains": bayesian_mlp(refine=True),
+    "chains, energy variance 0.02": bayesian_mlp(energy_variance=0.02),
     "points": bayesian_mlp(refine=False),
     "points, no skip": bayesian_mlp(refine=False, skip=False),
     "mixture": bayesian_mlp(posterior="mixture", refine=False),

@@ -140,7 +140,7 @@ METHODS: dict[str, Callable[..., Score]] = {
     "chains": bayesian_mlp(refine=True),
     "chains, normal prior": bayesian_mlp(prior_df=None),
     "chains, normal noise": bayesian_mlp(noise_df=None),
-    "chains, energy variance 0.005": bayesian_mlp(energy_variance=0.005),
+    "chains, energy variance 0.02": bayesian_mlp(energy_variance=0.02),
     "points": bayesian_mlp(refine=False),
     "points, no skip": bayesian_mlp(refine=False, skip=False),
     "mixture": bayesian_mlp(posterior="mixture", refine=False),

@@ -111,7 +111,7 @@ class BayesianMLP(BaseEstimator):
     validation_fraction: float = 0.1
     refine: bool | Literal["auto"] = "auto"
     num_sampling_steps: int = 20_000
-    energy_variance: float = 0.02
+    energy_variance: float = 0.005
     kl_weight: float | Literal["auto"] = "auto"
     dtype: str = "float32"
     device: str = "cpu"
