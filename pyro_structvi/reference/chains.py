@@ -200,7 +200,7 @@ def without_python(
 ) -> Callable[[Tensor], Any]:
     """Return a function to a tuple of tensors as its recorded operations, or as it is if it has none.
 
-    With many examples an operation of all chains exceeds the cache, and the chains are run in groups.
+    With many examples the chains run in groups, so that their operations stay in the cache.
     """
     record: Any = None
     try:
