@@ -4,11 +4,9 @@ import gc
 import os
 import zlib
 
-import pyro
 import pytest
-import torch
 
-from pyro_structvi.structures.inducing import outputs
+# torch and Pyro are imported where they are used: a process that only starts others needs neither.
 
 SLOW_SAMPLE_SIZE = 5
 
@@ -26,6 +24,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Compute with one thread unless told otherwise: at these sizes, more of them only wait."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the tests run in other processes
+    import torch
+
     gc.disable()  # collecting ten thousand tests makes much and drops nothing
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     for device in (torch.cuda, torch.xpu, torch.mtia):
@@ -49,6 +51,8 @@ def pytest_collection_finish(session):
 
 
 def _reason_to_skip(item, config):
+    import torch
+
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return "no CUDA here"
     if item.get_closest_marker("nets"):
@@ -71,6 +75,8 @@ def in_slow_sample(nodeid):
 @pytest.fixture(scope="session", autouse=True)
 def float64_by_default():
     """Compute in float64, in fixtures of every scope as well."""
+    import torch
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -80,6 +86,9 @@ def float64_by_default():
 @pytest.fixture(autouse=True)
 def fresh_state(float64_by_default):
     """Start each test from the same seeds, an empty param store, validation and float64."""
+    import pyro
+    import torch
+
     pyro.set_rng_seed(0)  # torch, numpy and random
     pyro.clear_param_store()
     pyro.enable_validation(True)
@@ -90,6 +99,8 @@ def fresh_state(float64_by_default):
 @pytest.fixture
 def factorizations(monkeypatch):
     """Return a list that grows with each factorization."""
+    from pyro_structvi.structures.inducing import outputs
+
     made, original = [], outputs.stable_cholesky
 
     def counted(matrix):

@@ -11,7 +11,7 @@ from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 MIXTURE = {
     "posterior": "mixture",
     "refine": False,
-    "num_steps": 15,
+    "num_steps": 6,
     "num_members": 2,
     "random_state": 0,
 }

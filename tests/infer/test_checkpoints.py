@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from functools import partial
@@ -222,14 +223,20 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_in_one_part(path):
     assert_same(torch.load(path.with_name("found.pt")), train(40))
 
 
-def train_and_die(path, where, count):
-    """Kill this process within its write of a checkpoint, at the time of this number."""
-    left = [count]
+class Killed(BaseException):
+    """The end of a process whose files stay as they are, which a handler may clean up no more."""
+
+
+def train_and_die(monkeypatch, path, where, count):
+    """Train until this write of a checkpoint, and leave the files that a kill within it leaves."""
+    left, folder = [count], path.parent
+    disk = folder.with_name("disk")
 
     def dies():
         left[0] -= 1
         if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            shutil.copytree(folder, disk)
+            raise Killed
 
     def half(state, partial):
         original["save"](state, partial)
@@ -245,18 +252,24 @@ def train_and_die(path, where, count):
             dies()
 
     original = {"save": torch.save, "replace": os.replace}
-    checkpoint.torch.save = half if where == "middle" else torch.save
-    checkpoint.os.replace = replace
-    train_and_save(path, STEPS, int(path.exists()))
+    run = ps.Checkpoint(path, every=1, resume=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.torch, "save", half if where == "middle" else torch.save)
+        patched.setattr(checkpoint.os, "replace", replace)
+        with pytest.raises(Killed):
+            train(seed=int(path.exists()), checkpoint=run)
+    shutil.rmtree(folder)
+    disk.rename(folder)
 
 
 @pytest.mark.parametrize("where", ["middle", "before", "after"])
-def test_a_write_that_is_killed_leaves_the_file_whole(where, path):
-    expected = train()
+def test_a_write_that_is_killed_leaves_the_file_whole(where, tmp_path, monkeypatch):
+    expected, path = train(), tmp_path / "run" / "run.pt"
+    path.parent.mkdir()
     for count in (1, 4):  # of a new run the first, of the one that goes on the fourth
-        process = start(train_and_die, path, where, count)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        train_and_die(monkeypatch, path, where, count)
+        is_partial = path.with_name("run.pt.partial").exists()
+        assert is_partial == (where != "after")
         if path.exists():
             assert torch.load(path, weights_only=True)["steps"] <= 4
     assert_same(train(seed=2, checkpoint=ps.Checkpoint(path, resume=True)), expected)
