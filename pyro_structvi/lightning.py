@@ -23,7 +23,6 @@ from pyro_structvi.infer.elbo import CosineDecay, StructuredELBO
 from pyro_structvi.infer.steps.eager import Loss, error_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.state import Modules
-from pyro_structvi.infer.stored_parameters import refuse_stored_parameters
 from pyro_structvi.infer.terms import ELBOTerms
 from pyro_structvi.infer.training import (
     Rate,
@@ -207,7 +206,12 @@ class StructuredModule(LightningModule):
         """
         args, kwargs = self._batch = arguments_of(batch, None)
         if not self._is_checked:
-            refuse_stored_parameters(self.model, self.guide, args, kwargs)
+            if stored := self._loss.stored_parameters(args, kwargs):
+                raise ValueError(
+                    f"`model` must have its parameters in modules, but reads {[*stored]} by "
+                    "`pyro.param`, which no optimizer of Lightning has. Make them `PyroParam` "
+                    "attributes of a `PyroModule`, or train by `fit`."
+                )
             parts, number = (self.model, self.guide), self._num_batches
             warn_of_first_batch(parts, args, kwargs, number, self._num_examples)
             self._is_checked = True

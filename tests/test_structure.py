@@ -23,7 +23,7 @@ OPTIONAL = {"botorch", "lightning", "reference", "sklearn", "metrics", "plots", 
 
 # Each part may import those before it.
 ORDER = [
-    *("_checks", "_nested", "_torch", "_pyro", "_functions"),
+    *("_checks", "_torch", "_pyro", "_nested"),
     *("linalg", "maps", "weights", "nn", "sites", "structures", "moments"),
     *("posterior", "infer", "distributions", "families", "guides", "extend"),
     *("botorch", "lightning", "transformers", "reference", "sklearn"),

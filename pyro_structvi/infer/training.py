@@ -38,7 +38,6 @@ from pyro_structvi.infer.history import History
 from pyro_structvi.infer.steps.compiled import Compiled, step_of_fit
 from pyro_structvi.infer.steps.eager import Loss, StepTerms
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.stored_parameters import add_stored_parameters
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.validation import Measurements, Validation
 from pyro_structvi.sites.structured import StructuredGuide
@@ -157,7 +156,7 @@ def fit(
     with _training_mode(model, guide):
         args, kwargs = feed.peek()
         initialize(guide, args, kwargs)
-        add_stored_parameters(loss, args, kwargs)
+        loss.add_stored_parameters(args, kwargs)
         check_local_sites(guide, len(loader))
         warn_of_first_batch(loss.parts, args, kwargs, len(loader), num_examples(loader))
         made = make_optimizer(optimizer, guide, [*loss.trained.values()], lr, total)

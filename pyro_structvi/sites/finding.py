@@ -20,7 +20,7 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, check, warn_user
-from pyro_structvi._functions import modules_reached_by
+from pyro_structvi._nested import modules_reached_by
 from pyro_structvi._pyro import (
     ONE_THREAD,
     declared_name,

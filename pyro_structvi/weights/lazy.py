@@ -202,6 +202,7 @@ class LazyWeight(WeightPlaceholder):
     _value: Tensor | None
     _factors: FactoredDraw | None
     _with_grad: bool
+    _allows_outputs: bool
     _items: dict[int, "LazyWeight"]
 
     def __new__(cls, distribution: WeightDistribution, use: SiteUse) -> Self:
@@ -210,6 +211,7 @@ class LazyWeight(WeightPlaceholder):
         weight.sampled, weight.reason = "", "a call that is not read as a linear map"
         weight._value = weight._factors = None
         weight._with_grad = torch.is_grad_enabled()  # the first use may be under `no_grad`
+        weight._allows_outputs = use.allows_outputs
         weight._items = {}
         return weight
 
@@ -279,7 +281,7 @@ class LazyWeight(WeightPlaceholder):
         self._refuse_second_use()
         self.sampled = "rows"
         draws: Tensor = rows.rsample()
-        if self.use.requires_exact(call):
+        if self._needs_exact(call):
             draws = call.share_draws(draws)
         return call.shape_outputs(draws)
 
@@ -292,7 +294,7 @@ class LazyWeight(WeightPlaceholder):
                 self.reason = "another order of dimensions, which its structure does not survive"
                 return None
             distribution = rearranged
-        is_exact = self.use.requires_exact(application)
+        is_exact = self._needs_exact(application)
         for way in distribution.ways_to_apply(application.linear_map, application.x):
             if way == "outputs" and self._may_sample_outputs_of(application):
                 if distribution.has_exact_positions or not is_exact:
@@ -349,12 +351,14 @@ class LazyWeight(WeightPlaceholder):
         return self._factors.apply(linear_map, as_drawn(x), as_drawn(bias))
 
     def _may_sample_outputs(self, x: Any) -> bool:
-        return (
-            self.use.allows_outputs and not self.is_drawn and not isinstance(x, WeightPlaceholder)
-        )
+        return self._allows_outputs and not self.is_drawn and not isinstance(x, WeightPlaceholder)
 
     def _may_sample_outputs_of(self, call: Call) -> bool:
         return self._may_sample_outputs(call.x) and not self._is_uncompared(call)
+
+    def _needs_exact(self, call: Application | Lookup) -> bool:
+        """Whether sampled outputs would be approximate here although exact ones are required."""
+        return self.use.local_reparam in {"exact", "flipout"} and call.has_positions
 
     def _is_uncompared(self, call: Call) -> bool:
         """Whether the observations of these examples may interact, as far as runs have shown."""

@@ -6,8 +6,6 @@ from typing import Any, Literal, Self
 
 from pyro.distributions import Delta
 
-from pyro_structvi.maps.calls import Application, Lookup
-
 CHECKPOINT = "an activation checkpoint"
 LocalReparam = bool | Literal["exact", "flipout"]
 
@@ -68,10 +66,6 @@ class SiteUse:
     def can_be_delayed(self) -> bool:
         """Whether sampling may be delayed; an unused weight need not be sampled at all."""
         return self.allows_outputs or (self.count == 0 and not self.eager_reason)
-
-    def requires_exact(self, application: Application | Lookup) -> bool:
-        """Whether sampled outputs would be approximate here although exact ones are required."""
-        return self.local_reparam in {"exact", "flipout"} and application.has_positions
 
 
 _KEY = "structvi_role"

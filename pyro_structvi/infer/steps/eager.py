@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from pyro_structvi._checks import shape_text
-from pyro_structvi._pyro import ONE_THREAD, unwrapped
+from pyro_structvi._pyro import ONE_THREAD, module_parameter, parameter_names, unwrapped
 from pyro_structvi._torch import is_recording
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.state import Modules
 from pyro_structvi.infer.terms import ELBOTerms
+from pyro_structvi.sites.finding import separate_randomness, trial_run
+from pyro_structvi.sites.site_posterior import module_key
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.sites.trial_handlers import ValuesWithoutDraws
 
 
 class Loss(nn.Module):
@@ -38,6 +42,41 @@ class Loss(nn.Module):
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters of the modules that require gradients, by name."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
+
+    def stored_parameters(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, nn.Parameter]:
+        """Run model and guide once, and return the parameters that only Pyro's store has, by name.
+
+        A program reads them by ``pyro.param``. An error comes again in the first step, which words it.
+        """
+        model, guide = self.parts
+        met, later = poutine.trace(param_only=True), suppress(ValueError, RuntimeError)
+        with later, trial_run(model), separate_randomness(), met, ValuesWithoutDraws():
+            model(*args, **kwargs)
+            if not isinstance(guide, StructuredGuide):  # which owns its parameters
+                guide(*args, **kwargs)
+        # A module uses its own parameters, also where the store has a former module's of their names.
+        own = {name for module in self.modules() for name in parameter_names(module)}
+        known = {id(parameter) for parameter in self.parameters()}
+        found = {
+            name: module_parameter(name, site["args"])
+            for name, site in met.trace.nodes.items()
+            if site["type"] == "param" and name not in own
+        }
+        return {
+            name: value
+            for name, value in found.items()
+            if value is not None and id(value) not in known
+        }
+
+    def add_stored_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add the parameters that only Pyro's store has."""
+        if new := self.stored_parameters(args, kwargs):
+            stored = nn.Module()
+            self.add_module("stored", stored)
+            for name, value in new.items():
+                stored.register_parameter(module_key(name), value)
 
     def terms(self, *args: Any, **kwargs: Any) -> ELBOTerms:
         """Return the terms of the bound, or raise the error of a distribution that refuses a value."""

@@ -13,7 +13,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_structvi._functions import modules_reached_by, named_by
+from pyro_structvi._nested import modules_reached_by, named_by
 from pyro_structvi._pyro import unwrapped
 from pyro_structvi._torch import (
     all_modules,
