@@ -125,7 +125,8 @@ def by_guide(
         bayesian = ps.bayesianize(net, prior=weights, normalization=False)
         likelihood = ps.Classifier if batches.y.dim() == 1 else ps.TokenClassifier
         model = likelihood(bayesian, num_data=len(batches.x))
-        guide = make_guide(model, init_scale=options.init_scale)
+        start = {"init_scale": options.init_scale, "init_relative_scale": options.relative_scale}
+        guide = make_guide(model, **start)
         arguments = {"kl_weight": options.kl_weight, "num_epochs": options.epochs}
         arguments |= {"lr": options.lr, **own}
         ps.fit(model, guide, batches, **arguments)
@@ -223,6 +224,7 @@ def main() -> None:
     parser.add_argument("--kl-weight", type=float, default=0.02)
     parser.add_argument("--lr", type=float, help="of guides; default: that of `fit`")
     parser.add_argument("--init-scale", type=float, default=INIT_SCALE, help="of guides")
+    parser.add_argument("--relative-scale", type=float, help="of guides, as a share of the prior's")
     parser.add_argument(
         "--prior-scale",
         type=float,
@@ -273,6 +275,8 @@ def label_of(name: str, options: argparse.Namespace) -> str:
     settings = [] if "whole KL" in name else [f"KL weight {options.kl_weight:g}"]
     if options.lr is not None:
         settings.append(f"rate {options.lr:g}")
+    if options.relative_scale is not None:
+        settings.append(f"relative scale {options.relative_scale:g}")
     if options.init_scale != INIT_SCALE:
         settings.append(f"initial scale {options.init_scale:g}")
     if options.prior_scale != PRIOR_SCALE:

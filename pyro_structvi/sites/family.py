@@ -219,6 +219,7 @@ class GuideOptions(TypedDict, total=False):
     """Options that every guide takes; see :class:`StructuredGuide`."""
 
     init_scale: float
+    init_relative_scale: float | None
     init_loc_fn: InitLocFn | None
     local_reparam: LocalReparam
     create_plates: CreatePlates | None

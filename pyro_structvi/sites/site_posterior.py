@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, singledispatch
+from statistics import geometric_mean
 from typing import Any, Literal, TypeVar
 
 import pyro
@@ -251,9 +252,11 @@ def couple(
 
 
 def couple_families(
-    posteriors: Iterable[SitePosterior], known: nn.ModuleDict, scale: float
+    posteriors: Iterable[SitePosterior],
+    known: nn.ModuleDict,
+    scale_at: Callable[[LatentSite], float],
 ) -> None:
-    """Add missing couplings, with the key of their first site."""
+    """Add missing couplings, with the key of their first site and the mean scale of their sites."""
     groups: dict[Family, dict[str, SitePosterior]] = {}
     for posterior in posteriors:
         groups.setdefault(posterior.family, {})[posterior.site.name] = posterior
@@ -261,6 +264,7 @@ def couple_families(
         couplings = (each for each in known.values() if isinstance(each, Coupling))
         coupling = next((each for each in couplings if own.keys() & {*each.sites}), None)
         if coupling is None:
+            scale = geometric_mean(scale_at(posterior.site) for posterior in own.values())
             made = couple(family, own, scale)
             if made is not None:
                 known[module_key(next(iter(own)))] = made

@@ -35,6 +35,7 @@ from pyro_structvi.sites.finding import (
     warn_of_unused,
 )
 from pyro_structvi.sites.gradient_paths import trace_gradient_paths
+from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.report import report
 from pyro_structvi.sites.sampled_net import sample_functions, sampled, to_net
 from pyro_structvi.sites.site_posterior import (
@@ -63,6 +64,9 @@ class StructuredGuide(OwningAutoGuide):
             MeanField()}``, with wildcards as in a shell. A site has the first matching family that
             fits it. Other vectors, scalars and constrained sites have mean field.
         init_scale: The initial standard deviation of each element, in the unconstrained space.
+        init_relative_scale: The initial standard deviation of each element, as a share of the prior's.
+            Sites whose prior has no known standard deviation, and constrained ones, start with
+            ``init_scale``; so do all sites when None.
         init_loc_fn: The initial center of a posterior, a function of a site as in
             :mod:`pyro.infer.autoguide.initialization`. By default, and if it returns None, a weight
             starts at its value in the net given to ``bayesianize``, any other weight at a sample of
@@ -95,6 +99,7 @@ class StructuredGuide(OwningAutoGuide):
         families: Mapping[str, Family],
         *,
         init_scale: Positive = 0.01,
+        init_relative_scale: Positive | None = None,
         init_loc_fn: InitLocFn | None = None,
         local_reparam: LocalReparam = True,
         create_plates: CreatePlates | None = None,
@@ -102,6 +107,7 @@ class StructuredGuide(OwningAutoGuide):
         super().__init__(model, init_loc_fn, create_plates)
         self.families = dict(families)
         self.init_scale = init_scale
+        self.init_relative_scale = init_relative_scale
         self.local_reparam = local_reparam
         self.posteriors = nn.ModuleDict()
         self.couplings = nn.ModuleDict()
@@ -281,6 +287,7 @@ class StructuredGuide(OwningAutoGuide):
             "families": self.families,
             "changed": changed,
             "init_scale": float(self.init_scale),
+            "init_relative_scale": self.init_relative_scale,
             "local_reparam": self.local_reparam,
         }
 
@@ -297,7 +304,8 @@ class StructuredGuide(OwningAutoGuide):
         """Give sites families with the same parameters, as pruning does."""
         for name, family in changed.items():
             posterior = self[name]
-            start = family.init(posterior.site, posterior.value("loc").detach(), self.init_scale)
+            scale = self._scale_at(posterior.site)
+            start = family.init(posterior.site, posterior.value("loc").detach(), scale)
             posterior.replace_family(family, **{key: start[key] for key in family.constants})
 
     def __getitem__(self, name: str) -> SitePosterior:
@@ -308,6 +316,11 @@ class StructuredGuide(OwningAutoGuide):
         posterior = self.posteriors[module_key(name)]
         assert isinstance(posterior, SitePosterior)
         return posterior
+
+    def _scale_at(self, site: LatentSite) -> float:
+        """Return the initial standard deviation of a site's elements."""
+        share, prior = self.init_relative_scale, site.prior_scale if site.is_real else None
+        return self.init_scale if share is None or prior is None else share * prior
 
     def _own_posteriors(self) -> Iterator[SitePosterior]:
         return (self[name] for name in self._uses if name not in self._weight_of)
@@ -362,7 +375,7 @@ class StructuredGuide(OwningAutoGuide):
                 locs = [start_of(found[each], self.init_loc_fn) for each in sites[name].names]
                 # A bias is the last column of its weight.
                 loc = torch.cat([locs[0].flatten(1), locs[1][:, None]], 1) if locs[1:] else locs[0]
-                start = family.init(sites[name], loc, self.init_scale)
+                start = family.init(sites[name], loc, self._scale_at(sites[name]))
                 made[module_key(name)] = SitePosterior(family, sites[name], start)
         self.posteriors.update(made)
         self._weight_of = weight_of
@@ -371,7 +384,7 @@ class StructuredGuide(OwningAutoGuide):
         for name, item in found.items():
             item.use.local_reparam = self.local_reparam
             self._uses[name] = item.use.after(self._uses.get(name))
-        couple_families(self._own_posteriors(), self.couplings, self.init_scale)
+        couple_families(self._own_posteriors(), self.couplings, self._scale_at)
 
     def __contains__(self, name: str) -> bool:
         return module_key(self._weight_of.get(name, name)) in self.posteriors

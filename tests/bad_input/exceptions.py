@@ -25,7 +25,7 @@ FINE = {
         *("plot_coverage.num_examples", "estimate_memory.rank"),
         "IsotropicStudentT.event_shape",
     ),
-    "huge, fraction": ("*.init_scale",),
+    "huge, fraction": ("*.init_scale", "*.init_relative_scale"),
     "two": ("HierarchicalScale.fan_in",),
     "number": ("FanIn*.fan_in",),
     # None and "" where a later default serves

@@ -64,6 +64,7 @@ def positive(*shape):
 
 OPTIONS = {
     "init_scale": 0.01,
+    "init_relative_scale": 0.1,
     "init_loc_fn": lambda site: None,
     "local_reparam": True,
     "create_plates": None,

@@ -368,3 +368,30 @@ def test_data_of_another_dtype_is_an_error_that_names_the_site():
         with pytest.raises(ValueError, match=r"site 'net.0.weight' must have dtype torch.float64"):
             svi.step(x.float(), y)
         svi.step(x, y)
+
+
+# ---- starts relative to the prior ----------------------------------------------------------------
+
+
+def test_posteriors_start_at_a_share_of_their_priors_scale():
+    """Where that is known and the site is real; elsewhere with the other number."""
+    priors = {"0.weight": ps.FanIn(1.5), "0.bias": dist.Cauchy(0.0, 1.0), "*": 0.7}
+    net = nn.Sequential(nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = ps.Regressor(ps.bayesianize(net, priors), 6, noise=dist.LogNormal(0.0, 0.5))
+    guide = ps.MeanFieldGuide(model, init_scale=0.03, init_relative_scale=0.2)
+    expected = {"net.0.weight": 0.1, "net.0.bias": 0.03, "net.2.weight": 0.14, "net.2.bias": 0.14}
+    for name, value in expected.items():
+        found = guide[name]().stddev
+        torch.testing.assert_close(found, torch.full_like(found, value))
+    noise = guide["noise_scale"].value("log_scale").exp()
+    torch.testing.assert_close(noise, torch.full_like(noise, 0.03))
+
+
+def test_inducing_weights_of_all_layers_start_at_the_share():
+    """In units of the prior, in which the joint posterior of layers with two priors has one scale."""
+    net = nn.Sequential(nn.Linear(9, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    model = ps.Regressor(ps.bayesianize(net, {"0.*": 3.0, "*": 0.5}), 6, noise_scale=0.1)
+    guide = ps.InducingWeightGuide(model, (2, 2), "full", shared=True, init_relative_scale=0.2)
+    (coupling,) = guide.couplings.values()
+    scales = coupling.posterior().stddev
+    torch.testing.assert_close(scales, torch.full_like(scales, 0.2))

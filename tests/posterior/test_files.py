@@ -183,11 +183,12 @@ def test_families_by_patterns_and_what_pruning_changed(tmp_path):
         "net.3.bias": MeanField(0.5),
         "*": Dropout(0.2),
     }
-    guide = ps.StructuredGuide(model, families, init_scale=0.02, local_reparam="exact")
+    options = {"init_scale": 0.02, "init_relative_scale": 0.1, "local_reparam": "exact"}
+    guide = ps.StructuredGuide(model, families, **options)
     ps.save(tmp_path / "file", model, guide)
     loaded = ps.load(tmp_path / "file", make_model())
     assert loaded.families == guide.families
-    assert (loaded.init_scale, loaded.local_reparam) == (0.02, "exact")
+    assert {name: getattr(loaded, name) for name in options} == options
     assert {name: loaded[name].family for name in loaded.site_names} == {
         name: guide[name].family for name in guide.site_names
     }

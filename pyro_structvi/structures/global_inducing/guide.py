@@ -229,7 +229,7 @@ class GlobalInducingGuide(StructuredGuide):
                 "`first_layer` must be a family of one weight, such as MatrixNormalFamily(), but got "
                 f"{family} for the site '{site.name}' of shape {tuple(site.shape)}."
             )
-        start = family.init(site, posterior.value("loc").detach(), self.init_scale)
+        start = family.init(site, posterior.value("loc").detach(), self._scale_at(site))
         return SitePosterior(family, site, start)
 
     def _couplings(self) -> Iterable[Coupling]:  # type: ignore[override]
