@@ -256,7 +256,7 @@ def couple_families(
     known: nn.ModuleDict,
     scale_at: Callable[[LatentSite], float],
 ) -> None:
-    """Add missing couplings, with the key of their first site and the mean scale of their sites."""
+    """Add missing couplings, with the key of their first site, at the mean scale of their sites."""
     groups: dict[Family, dict[str, SitePosterior]] = {}
     for posterior in posteriors:
         groups.setdefault(posterior.family, {})[posterior.site.name] = posterior

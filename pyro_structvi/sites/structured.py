@@ -64,9 +64,9 @@ class StructuredGuide(OwningAutoGuide):
             MeanField()}``, with wildcards as in a shell. A site has the first matching family that
             fits it. Other vectors, scalars and constrained sites have mean field.
         init_scale: The initial standard deviation of each element, in the unconstrained space.
-        init_relative_scale: The initial standard deviation of each element, as a share of the prior's.
-            Sites whose prior has no known standard deviation, and constrained ones, start with
-            ``init_scale``; so do all sites when None.
+        init_relative_scale: The initial standard deviation of each element, as a share of the prior's;
+            a joined bias has that of its weight. Sites whose prior has no known standard deviation, and
+            constrained ones, start with ``init_scale``; so do all sites when None.
         init_loc_fn: The initial center of a posterior, a function of a site as in
             :mod:`pyro.infer.autoguide.initialization`. By default, and if it returns None, a weight
             starts at its value in the net given to ``bayesianize``, any other weight at a sample of
