@@ -395,3 +395,14 @@ def test_inducing_weights_of_all_layers_start_at_the_share():
     (coupling,) = guide.couplings.values()
     scales = coupling.posterior().stddev
     torch.testing.assert_close(scales, torch.full_like(scales, 0.2))
+
+
+def test_the_first_layer_of_a_global_inducing_guide_starts_at_the_share():
+    net = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    model = ps.Regressor(ps.bayesianize(net, {"0.*": 3.0, "*": 0.5}), 6, noise_scale=0.1)
+    options = {"first_layer": MeanField(), "init_scale": 0.1, "init_relative_scale": 0.2}
+    guide = ps.GlobalInducingGuide(model, torch.randn(5, 3), **options)
+    scales = guide["net.0.weight"]().stddev
+    torch.testing.assert_close(scales, torch.full_like(scales, 0.6))
+    logs = guide["net.2.weight"].value("log_precision")  # of pseudo-outputs, which are no weights
+    torch.testing.assert_close(logs, torch.full_like(logs, -2 * math.log(0.1)))
