@@ -356,10 +356,10 @@ class Averages:
             self.averages, self.squares, self.log_density = averages, squares, density
             return
         change = averages["mean"] - self.averages["mean"]
-        self.squares += squares + change.square() * (before * added / self.count)
+        # In place: of many classes, the memory of new tensors takes longer than the arithmetic.
+        self.squares.add_(squares).addcmul_(change, change, value=before * added / self.count)
         for name, own in self.averages.items():  # a sum of parts, since a variance may be infinite
-            own *= before / self.count
-            own += averages[name] * (added / self.count)
+            own.mul_(before / self.count).add_(averages[name], alpha=added / self.count)
         if self.log_density is not None and density is not None:
             self.log_density = torch.logaddexp(self.log_density, density)
 
