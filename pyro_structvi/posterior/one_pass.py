@@ -178,7 +178,7 @@ def _read(likelihood: Any, at: AtNodes) -> Values:
     else:
         variance = mean * (1 - mean)
     found = {"mean": mean, "variance": variance, "function_variance": own}
-    if (entropy_at := entropy_of(base, likelihood)) is not None:
+    if (entropy_at := entropy_of(base)) is not None:
         found["entropy"] = averages(entropy_at(means), at.weights.to(means))[0]
     return found
 
@@ -311,7 +311,7 @@ def _mixture(like: Any, members: Values) -> Prediction:
     """Return the prediction of an equal mixture of posteriors, given moments ``(members, N, ...)``."""
     base, averages = base_of(like), Averages()
     averages.add(members)
-    found: dict[str, Any] = averages.result(entropy_of(base, like))
+    found: dict[str, Any] = averages.result(entropy_of(base))
     found["function_variance"] = found["function_variance"] + members["function_variance"].mean(0)
     likelihood = _likelihood(base, members["mean"], members["variance"])
     return Prediction(**found, likelihood=likelihood)

@@ -46,8 +46,8 @@ class Prediction:
             ``(N, classes)``.
         variance: Predictive variance of the observation including noise, of the same shape.
         function_variance: Variance of the conditional mean over draws, which more data would reduce.
-        entropy: Entropy of the predictive class probabilities, ``(N,)``, in nats, or of each binary
-            label, ``(N, *event)``; None for other observations.
+        entropy: Entropy of the predictive class probabilities, ``(N,)``, in nats, or of each token or
+            binary label, ``(N, *event)``; None for other observations.
         mutual_information: Entropy minus the average entropy of a draw, in nats: the uncertainty about
             the class due to the weights. None for other observations.
         log_density: Log of the predictive density of ``y``, in nats, ``(N,)``; ``()`` for one density of
@@ -296,7 +296,7 @@ class _Reader:
             )
         if self.likelihood is None:
             self.likelihood, self.structure = _StackedLikelihood(likelihood), structure
-            self.entropy = entropy_of(base, likelihood)
+            self.entropy = entropy_of(base)
         found = {"mean": mean, "variance": variance}
         if self.keeps or self.entropy is None:  # classes have no quantiles
             found |= self.likelihood.take_apart(likelihood)
@@ -436,9 +436,9 @@ def class_probabilities(base: Any) -> Tensor | None:
     return probs / probs.sum(-1, keepdim=True)  # a softmax in half precision has another sum
 
 
-def entropy_of(base: Any, likelihood: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return the entropy of one class or of labels as a function of probabilities; else None."""
-    if isinstance(base, (Categorical, OneHotCategorical)) and base is likelihood:
+def entropy_of(base: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return the entropy of each class or label as a function of probabilities; else None."""
+    if isinstance(base, (Categorical, OneHotCategorical)):
         return lambda probabilities: torch.special.entr(probabilities).sum(-1)
     if isinstance(base, Bernoulli):
         return lambda p: torch.special.entr(p) + torch.special.entr(1 - p)

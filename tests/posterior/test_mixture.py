@@ -94,6 +94,23 @@ def test_labels_have_entropies_one_by_one_and_a_density_in_any_dtype():
         torch.testing.assert_close(single.log_density, right, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_have_entropies_one_by_one_and_are_not_kept_while_streaming(stream):
+    """Each draw has a probability for each word of the vocabulary and each token."""
+    net = nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 4))  # three tokens of an example
+    model = ps.TokenClassifier(ps.bayesianize(net), 60)
+    torch.manual_seed(1)
+    prediction = predicted(model, stream=stream)
+    assert prediction.entropy.shape == (5, 3)
+    entropy = torch.distributions.Categorical(prediction.mean).entropy()
+    torch.testing.assert_close(prediction.entropy, entropy)
+    assert (prediction.likelihood is None) == stream
+    torch.manual_seed(1)
+    probabilities = predicted(model).functions.softmax(-1)
+    of_draws = torch.distributions.Categorical(probabilities).entropy().mean(0)
+    torch.testing.assert_close(prediction.mutual_information, entropy - of_draws)
+
+
 class Returning(nn.Module):
     """A model that returns what a function makes of its likelihood's mean."""
 
