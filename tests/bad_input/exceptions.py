@@ -14,6 +14,7 @@ FINE = {
         *("LinearAnnealing.*", "CosineDecay.*"),
         "Dropout.input_dim",  # a guide compares it with the dimensions of its weights
     ),
+    "zero, negative": ("IsotropicStudentT.dim",),
     "zero, negative, huge": (
         *("LinearAnnealing.__call__.step", "CosineDecay.__call__.step", "TokenClassifier.ignore_*"),
         *("*.draw.number", "nuts.seed", "mclmc.seed"),
@@ -29,7 +30,7 @@ FINE = {
     "two": ("HierarchicalScale.fan_in",),
     "number": ("FanIn*.fan_in",),
     # None and "" where a later default serves
-    "none": ("*.init_loc_fn", "*.create_plates"),
+    "none": ("*.init_loc_fn", "*.create_plates", "*.init_relative_scale"),
     "empty": ("*.site", "bayesianize.layers"),
     # numbers in the place of tensors, and tensors of numbers
     "number, scalar": ("*scale", "IsotropicStudentT.df"),
