@@ -124,7 +124,8 @@ def recommendations(
         ),
         Recommendation(
             "a wide net",
-            f"[`{wide.guide}`]({wide.page}) with the [setting of deep nets](how_to/deep_nets.md)",
+            f"[`{wide.guide}`]({wide.page}) with "
+            "[`init_relative_scale=0.2` and `kl_weight=0.05`](how_to/deep_nets.md)",
             f"{of_wide[wide.code]:.1f} times the net's step (1024-2048-2048-10, biases apart)",
             f"MNIST (784-400-400-10): {of_mnist} of negative log likelihood; AdamW {by_adamw}",
         ),

@@ -224,7 +224,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_in_one_part(path):
 
 
 class Killed(BaseException):
-    """The end of a process whose files stay as they are, which a handler may clean up no more."""
+    """Raised where a process would be killed, after a copy of its files."""
 
 
 def train_and_die(monkeypatch, path, where, count):
