@@ -116,8 +116,8 @@ def make_draws(case, count):
 def bounds(model, guide, x, y, seed):
     """Return the mean of the log likelihood's estimates, their standard error, and the KL."""
     torch.manual_seed(seed)
-    elbo = ps.StructuredELBO(num_particles=25, vectorize_particles=True)
-    terms = [elbo.terms(model, guide, x, y) for _ in range(12)]
+    elbo = ps.StructuredELBO(num_particles=150, vectorize_particles=True)
+    terms = [elbo.terms(model, guide, x, y) for _ in range(6)]
     values = torch.stack([sum(each.log_likelihood.values()) for each in terms]).detach()
     kl = sum(terms[0].kl.values()).detach()
     return values.mean(), values.std() / math.sqrt(len(values)), kl
@@ -125,7 +125,7 @@ def bounds(model, guide, x, y, seed):
 
 @on_random_nets
 def test_sampled_outputs_and_sampled_weights_have_one_bound(case):
-    """A false alarm has a probability of 1e-7 for each net: Student's t with 22 degrees, at 8."""
+    """A false alarm has a probability of 1e-7 for each net: Student's t with 10 degrees, at 14."""
     model, name, x, y, seed = case
     guide = make_guide(model, name, x, y, local_reparam="exact")
     drawn = make_guide(model, name, x, y, local_reparam=False)
@@ -134,7 +134,7 @@ def test_sampled_outputs_and_sampled_weights_have_one_bound(case):
         bounds(model, each, x, y, seed) for each in (guide, drawn)
     )
     torch.testing.assert_close(kl, other_kl, rtol=1e-9, atol=1e-9)
-    assert (local - weights).abs() < 8 * torch.hypot(error, other) + 1e-9
+    assert (local - weights).abs() < 14 * torch.hypot(error, other) + 1e-9
 
 
 @on_random_nets
