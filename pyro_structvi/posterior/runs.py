@@ -45,19 +45,23 @@ _OF_EACH_EXAMPLE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # 
 class _AtDraw(Messenger):
     """Gives latent sites the values of a draw; observed sites keep theirs.
 
-    A value of another shape is left out, since it may belong to a local latent of other examples. An
-    unused site gets NaN in place of a sample; with ``counts`` other samples count their uses.
+    A plate with a given subsample takes the values of these examples. A value of another shape is left
+    out, since it may belong to a local latent of other examples. An unused site gets NaN in place of a
+    sample; with ``counts`` other samples count their uses.
     """
 
     def __init__(self, values: Mapping[str, Tensor], unused: str | None, counts: bool) -> None:
         super().__init__()
         self.values, self.unused, self.counts = values, unused, counts
+        self.given: dict[str, Tensor] = {}  # subsamples of plates
 
     def _pyro_sample(self, msg: Any) -> None:
         msg["infer"]["own_mask"] = msg["mask"]  # the model's, without masks of outer handlers
+        if site_is_subsample(msg) and msg["value"] is not None:
+            self.given[msg["name"]] = msg["value"]
         if msg["is_observed"]:
             return
-        value = self.values.get(msg["name"])
+        value = self._value_of(msg)
         if value is not None and value.shape == msg["fn"].shape():
             if value.is_leaf and value.is_floating_point() and not inside_transform():
                 value.requires_grad_()  # as a parameter: a model may differentiate by its weights
@@ -67,6 +71,18 @@ class _AtDraw(Messenger):
         elif self.counts and msg["value"] is None and not site_is_subsample(msg):
             drawn = msg["fn"](*msg["args"], **msg["kwargs"])
             msg["value"] = CountedWeight(drawn, SiteUse(msg["name"]))
+
+    def _value_of(self, msg: Any) -> Tensor | None:
+        """Return the value of a site at the examples that its plates are given, in their order."""
+        value = self.values.get(msg["name"])
+        if value is None:
+            return None
+        for frame in msg["cond_indep_stack"]:
+            dim = -msg["fn"].event_dim + (frame.dim if frame.vectorized else 0)
+            if frame.name in self.given and value.shape[dim:][:1] == (frame.full_size,):
+                msg["infer"]["is_selected"] = True
+                value = value.index_select(dim, self.given[frame.name].to(value.device))
+        return value
 
 
 def run_at_draw(
@@ -186,7 +202,9 @@ def sites_from_model(
     local = [name for name in values if plates & _plates_of(trace.nodes[name])]
     kept = [name for name in local if is_whole and trace.nodes[name]["is_observed"]]
     new = [name for name in local if name not in kept]
-    warn_of_local_latents(kept, new)
+    warn_of_local_latents(
+        [name for name in kept if "is_selected" not in trace.nodes[name]["infer"]], new
+    )
     return {*new}
 
 

@@ -289,7 +289,7 @@ class _SiteRecorder(TrialHandler):
         self.counted: dict[str, CountedWeight] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg) and msg["value"] is not None:
+        if site_is_subsample(msg) and msg["value"] is not None and not _is_in_order(msg):
             self.given_plates.add(msg["name"])
         is_given = msg["value"] is not None
         super()._pyro_sample(msg)
@@ -331,10 +331,16 @@ class _SiteRecorder(TrialHandler):
             plates.append(Plate(frame.name, size, frame.dim, subsample_size))
             shape[frame.dim - msg["fn"].event_dim] = size
         site = _describe(name, torch.Size(shape), msg["fn"], plates=tuple(plates))
-        use, parts = SiteUse(name), [each for each in plates if each.subsample_size is not None]
-        given = next((each.name for each in parts if each.name in self.given_plates), "")
+        use = SiteUse(name)
+        given = next((each.name for each in plates if each.name in self.given_plates), "")
         self.found[name] = FoundSite(site, msg["fn"], None, use, given_plate=given)
         msg["value"] = self.counted[name] = CountedWeight(value, use)
+
+
+def _is_in_order(msg: Any) -> bool:
+    """Whether the given subsample of a plate consists of all examples, in their order."""
+    indices = torch.as_tensor(msg["value"])
+    return torch.equal(indices, torch.arange(msg["fn"].size, device=indices.device))
 
 
 def _vectorized(msg: Any) -> list[Any]:

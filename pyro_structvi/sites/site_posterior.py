@@ -109,16 +109,17 @@ class SitePosterior(nn.Module):
         return self._kept[1]
 
     def of_examples(self, plates: Mapping[str, Any]) -> TorchDistribution:
-        """Return the distribution of the examples that plates select, by name."""
+        """Return the distribution of the examples that plates select, by name, in their order."""
         site = self.site
         unconstrained = bijection_onto(site.support).inverse_shape(site.shape)
         event_dim = len(unconstrained) - (len(site.shape) - site.event_dim)
-        with ExitStack() as stack:
-            for plate in site.plates:
-                stack.enter_context(plates[plate.name])
-            values = {
-                name: pyro.subsample(self.value(name), event_dim=event_dim) for name in self._names
-            }
+        values = {name: self.value(name) for name in self._names}
+        for plate in site.plates:
+            # `pyro.subsample` would ignore the order of all examples.
+            dim, indices = plate.dim - event_dim, plates[plate.name].indices
+            for name, value in values.items():
+                if value.dim() >= -dim and value.shape[dim] != 1:
+                    values[name] = value.index_select(dim, indices.to(value.device))
         return self.family.distribution(site, **values)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -306,9 +307,10 @@ class JointPosterior:
         couplings: Sequence[Coupling],
         uses: Mapping[str, SiteUse],
         make_plates: Callable[..., Mapping[str, Any]],
+        are_plates_given: bool,
     ) -> None:
         self._posteriors, self._couplings, self._uses = posteriors, couplings, uses
-        self._make_plates = make_plates
+        self._make_plates, self._are_plates_given = make_plates, are_plates_given
         shared = [each.posterior for each in couplings if isinstance(each, SharedPosterior)]
         self._every = (*posteriors, *shared)
         self._at = {each.site.name: each() for each in self._every}
@@ -340,7 +342,8 @@ class JointPosterior:
                 each.site.name: each.of_examples(plates)
                 for each in own
                 if any(
-                    plates[plate.name].subsample_size != plate.size for plate in each.site.plates
+                    self._are_plates_given or plates[plate.name].subsample_size != plate.size
+                    for plate in each.site.plates
                 )
             }
             values: dict[str, Tensor] = {}

@@ -223,7 +223,8 @@ class StructuredGuide(OwningAutoGuide):
                 "Train it, or call `guide.initialize(...)` with the model's arguments, first."
             )
         own, couplings = [*self._own_posteriors()], [*self._couplings()]
-        return JointPosterior(own, couplings, self._uses, self.make_plates)
+        are_given = self.create_plates is not None or self.master is not None
+        return JointPosterior(own, couplings, self._uses, self.make_plates, are_given)
 
     def all_posteriors(self) -> Iterator[SitePosterior]:
         """Return the posteriors of sites and couplings, which hold the parameters."""

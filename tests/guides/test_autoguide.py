@@ -275,6 +275,12 @@ def plate_of(y, index):
     return pyro.plate("data", SIZE, subsample=index)
 
 
+def observed_in_batches(y, index):
+    with pyro.plate("data", SIZE, subsample=index):
+        shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
+        pyro.sample("obs", dist.Normal(shift, 0.5), obs=y)
+
+
 @pytest.mark.parametrize(
     ("make", "make_loss"),
     [
@@ -315,6 +321,22 @@ def test_the_terms_and_predictions_of_a_batch_are_those_of_its_rows():
     guide = ps.MeanFieldGuide(in_batches, create_plates=lambda y, index: ["data"])
     with pytest.raises(TypeError, match=r"`create_plates` must return a pyro.plate or several"):
         guide(y, torch.arange(3))
+
+
+def test_examples_in_another_order_keep_their_latents():
+    """All examples in another order, where ``pyro.subsample`` does nothing."""
+    y, order = torch.arange(SIZE).double(), torch.arange(SIZE).flip(0)
+    guide = ps.MeanFieldGuide(observed_in_batches, create_plates=plate_of, init_scale=1e-6)
+    guide.initialize(y, order)
+    guide["shift"].loc.data = y.clone()
+    elbo = ps.StructuredELBO(1)
+    losses = [elbo.loss(observed_in_batches, guide, y[own], own) for own in (order.flip(0), order)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for own in (order, order[:5]):  # as inputs of a model that is given no observations
+        found = ps.predict(lambda index: observed_in_batches(None, index), guide, own).mean
+        torch.testing.assert_close(found, y[own], atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match=r"subsample of the plate 'data'.*create_plates"):
+        ps.MeanFieldGuide(observed_in_batches).initialize(y, order)
 
 
 def test_medians_and_quantiles_of_local_latents_are_those_of_auto_normal():
