@@ -189,7 +189,7 @@ class StructuredModule(LightningModule):
     def on_train_start(self) -> None:
         """Give each process separate noise."""
         self._restore = {}
-        check_local_sites(self.guide, self._num_batches)
+        check_local_sites(self.guide, self.trainer.train_dataloader, self._num_batches)
         if self.trainer.world_size > 1:  # whose generators have one seed
             place = self.global_rank + self.trainer.world_size * (1 + self.global_step)
             torch.manual_seed(torch.initial_seed() + place)

@@ -111,7 +111,7 @@ def as_batches(
         return DataLoader(
             data,
             batch_size=batch_size or size,
-            sampler=EpochSampler(size, batch_size is not None, seed),
+            sampler=EpochSampler(size, batch_size is not None and batch_size < size, seed),
             pin_memory=_is_gpu(device),
             generator=torch.Generator(),  # so that the start of an epoch leaves torch's own unchanged
         )
@@ -125,6 +125,13 @@ def as_batches(
             "`batch_size` is for tensors and datasets; mini-batches that are given have their own."
         )
     return data
+
+
+def keeps_order(batches: Any, number: float) -> bool:
+    """Whether the mini-batch of each pass, of a ``number``, has one order as far as is known."""
+    sampler = batches.sampler if isinstance(batches, DataLoader) else None
+    in_order = isinstance(sampler, SequentialSampler | None)
+    return number <= 1 and not getattr(sampler, "shuffle", not in_order)
 
 
 def num_examples(batches: Any, limit: float = math.inf) -> int | None:

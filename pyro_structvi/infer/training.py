@@ -25,7 +25,13 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi._pyro import declared_samples, unwrapped
 from pyro_structvi._torch import own_tensors
-from pyro_structvi.infer.batches import Feed, TensorBatches, as_batches, num_examples
+from pyro_structvi.infer.batches import (
+    Feed,
+    TensorBatches,
+    as_batches,
+    keeps_order,
+    num_examples,
+)
 from pyro_structvi.infer.checkpoint import Checkpoint, CheckpointFile, Run
 from pyro_structvi.infer.data_warnings import (
     set_num_data,
@@ -157,7 +163,7 @@ def fit(
         args, kwargs = feed.peek()
         initialize(guide, args, kwargs)
         loss.add_stored_parameters(args, kwargs)
-        check_local_sites(guide, len(loader))
+        check_local_sites(guide, loader, len(loader))
         warn_of_first_batch(loss.parts, args, kwargs, len(loader), num_examples(loader))
         made = make_optimizer(optimizer, guide, [*loss.trained.values()], lr, total)
         rate = lr if callable(lr) else CosineDecay(total)
@@ -251,15 +257,18 @@ def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) ->
             )
 
 
-def check_local_sites(guide: nn.Module, num_batches: float) -> None:
-    """Raise a ``ValueError`` if mini-batches would share the sites of single examples."""
-    local = guide.local_site_names if isinstance(guide, StructuredGuide) else []
-    takes_batches = getattr(guide, "create_plates", None) is not None
-    if local and num_batches > 1 and not takes_batches:
+def check_local_sites(guide: nn.Module, batches: Any, number: float) -> None:
+    """Raise a ``ValueError`` if the sites of single examples would meet other examples."""
+    if keeps_order(batches, number):
+        return
+    parts = [each for each in guide.modules() if isinstance(each, StructuredGuide)]
+    local = {name: None for each in parts for name in each.local_site_names}
+    if local and not all(each.are_plates_given for each in parts):
         raise ValueError(
-            f"The sites {local} belong to single examples, and the guide cannot tell which examples "
-            "a mini-batch holds. Fit all examples at once (leave `batch_size` out), or let the data "
-            "number the examples and give the guide `create_plates`."
+            f"The sites {[*local]} belong to single examples, and the guide cannot tell which examples "
+            "a mini-batch holds. Make a new guide and fit all examples at once, in one order (leave "
+            "`batch_size` out, and do not shuffle), or let the data number the examples and give the "
+            "guide `create_plates`."
         )
 
 

@@ -242,10 +242,15 @@ class OwningAutoGuide(AutoGuide):
                 super().load_state_dict({**state_dict, **fitting}, strict)
             return super().load_state_dict(state_dict, strict, assign)
 
+    @property
+    def are_plates_given(self) -> bool:
+        """Whether the guide is told which examples its arguments hold, by ``create_plates``."""
+        owner = self if self.master is None else self.master()
+        return owner.create_plates is not None
+
     def _check_given_plates(self, plates: Mapping[str, str]) -> None:
         """Raise a ``ValueError`` for plates with a subsample that the guide would draw anew, by site."""
-        owner = self if self.master is None else self.master()
-        if plates and owner.create_plates is None:
+        if plates and not self.are_plates_given:
             site, plate = next(iter(plates.items()))
             raise ValueError(
                 f"The model is given the subsample of the plate '{plate}', and the guide would draw "

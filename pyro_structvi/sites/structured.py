@@ -223,8 +223,7 @@ class StructuredGuide(OwningAutoGuide):
                 "Train it, or call `guide.initialize(...)` with the model's arguments, first."
             )
         own, couplings = [*self._own_posteriors()], [*self._couplings()]
-        are_given = self.create_plates is not None or self.master is not None
-        return JointPosterior(own, couplings, self._uses, self.make_plates, are_given)
+        return JointPosterior(own, couplings, self._uses, self.make_plates, self.are_plates_given)
 
     def all_posteriors(self) -> Iterator[SitePosterior]:
         """Return the posteriors of sites and couplings, which hold the parameters."""

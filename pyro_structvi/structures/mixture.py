@@ -155,6 +155,10 @@ class MixtureGuide(StructuredGuide):
         return self._first.local_site_names
 
     @property
+    def are_plates_given(self) -> bool:
+        return self._first.are_plates_given
+
+    @property
     def is_initialized(self) -> bool:
         return all(member.is_initialized for member in self.members)
 
