@@ -17,6 +17,7 @@ from pyro_structvi.sites.finding import (
     separate_randomness,
     trial_run,
 )
+from pyro_structvi.sites.latent_site import bijection_onto
 from pyro_structvi.sites.trial_handlers import TrialHandler
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
@@ -96,7 +97,12 @@ def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) 
     """Raise if observations depend on sites that receive no gradient."""
 
     def with_another(other: str) -> _Probe:
-        return run(lambda name, leaf: 1.5 * leaf if name == other else leaf.clone())
+        bijection = bijection_onto(drawn.supports[other])
+
+        def value_of(name: str, leaf: Tensor) -> Tensor:
+            return bijection(bijection.inv(leaf) + 0.5) if name == other else leaf.clone()
+
+        return run(value_of)
 
     wrong = [name for name in sorted(names) if drawn.differs_from(with_another(name))]
     if wrong:
@@ -118,6 +124,7 @@ class _Probe(TrialHandler):
         self.observed: list[str] = []
         self.reached: set[str] = set()
         self.parents: dict[str, set[str]] = {}  # of latents, by their priors
+        self.supports: dict[str, Any] = {}  # of latents
         self._leaves: dict[int, str] = {}
 
     def note_hidden(self, msg: Any) -> None:
@@ -147,7 +154,7 @@ class _Probe(TrialHandler):
             self.observed.append(name)
         if is_latent:
             leaf = value.detach().requires_grad_(value.is_floating_point())
-            self._leaves[id(leaf)] = name
+            self._leaves[id(leaf)], self.supports[name] = name, msg["fn"].support
             msg["value"] = value_of(name, leaf)
 
     def find_reached(self) -> None:

@@ -160,3 +160,17 @@ def test_a_layer_or_a_scale_of_a_prior_that_decides_nothing_may_have_no_gradient
     guide = ps.MeanFieldGuide(hierarchical_function)
     guide.initialize(*regression_data())
     assert guide.uses["weight"].allows_outputs
+
+
+def test_values_without_a_gradient_are_compared_inside_of_their_support():
+    """A probability that hidden classes are drawn with, so that no gradient leads to it."""
+
+    def mixture(y):
+        share = pyro.sample("share", dist.Beta(20.0, 1.0))  # most samples above two thirds
+        with pyro.plate("data", len(y)):
+            label = pyro.sample("label", dist.Bernoulli(share))
+            pyro.sample("obs", dist.Normal(label, 1.0), obs=y)
+
+    guide = ps.MeanFieldGuide(pyro.poutine.block(mixture, hide=["label"]))
+    guide.initialize(torch.randn(6))
+    assert guide.site_names == ["share"]
