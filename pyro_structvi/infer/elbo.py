@@ -103,8 +103,8 @@ class StructuredELBO(ELBO):
     unsampled. Without a closed form or a registered quadrature the KL is ``log q - log p`` at the draw,
     after one :class:`SampledKLWarning` for each weight. Posteriors of different sites must be
     independent or share an auxiliary site, as in every guide of this package. For a mixture of guides
-    the terms are averages over its members. Latent sites take scale and mask from the
-    *model*: a ``poutine.scale`` there weighs the KL of the sites inside.
+    the terms are averages over its members, whatever their weights. Latent sites take scale and mask
+    from the *model*: a ``poutine.scale`` there weighs the KL of the sites inside.
 
     Args:
         num_particles: How many independent draws to average.

@@ -160,7 +160,7 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
         raise ValueError(
             f"The model must sample its observations where it predicts, but was given those of {given}. "
             "Leave them out of the inputs: `predict(model, posterior, x, y=y)`; a loader has "
-            "mini-batches `x` or `(x, y)`."
+            "mini-batches `x` or `(x, y)`. A `pyro.factor` predicts nothing."
         )
     if not free:
         raise ValueError(

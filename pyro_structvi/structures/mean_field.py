@@ -156,8 +156,8 @@ class LogScaleNormal(MeanFieldNormal):
 class PrunedNormal(MeanFieldNormal):
     """Independent normals with pruned elements that are constant zeros.
 
-    ``log_prob``, ``entropy`` and the KL to independent priors count kept elements only. Draws, moments
-    and the image are of the whole weight.
+    ``log_prob``, ``entropy`` and a KL in closed form count kept elements only. Draws, moments and the
+    image are of the whole weight.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
