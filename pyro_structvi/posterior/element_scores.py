@@ -66,7 +66,7 @@ def laplace_variances(
 
     with the prior variances :math:`s_j^2`: the inverse diagonal of the Fisher information plus the prior
     precision. The expectation uses y sampled from the model; gradients at the observed y vanish at a
-    good fit. Weights of classes and of examples do not count.
+    good fit. Weights of classes and of examples, and handlers that scale or mask, do not count.
 
     Args:
         model: A model that samples its observations when called with inputs only.
