@@ -128,7 +128,7 @@ def as_batches(
 
 
 def keeps_order(batches: Any, number: float) -> bool:
-    """Whether the mini-batch of each pass, of a ``number``, has one order as far as is known."""
+    """Whether a pass of a ``number`` of mini-batches is one, with one order of the examples if known."""
     sampler = batches.sampler if isinstance(batches, DataLoader) else None
     in_order = isinstance(sampler, SequentialSampler | None)
     return number <= 1 and not getattr(sampler, "shuffle", not in_order)

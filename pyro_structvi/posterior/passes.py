@@ -214,6 +214,7 @@ class Passes:
             or any(isinstance(part, SameMember) for part in posterior.modules())
         ):
             warn_of_shared_statistics(model)
+        self._selects = isinstance(posterior, StructuredGuide)  # whose draws are of all examples
         self._new: set[str] = set()
         self._unused: str | None = None
         self._seed: int | None = None  # of the last run, if runs sample sites from the model
@@ -304,7 +305,9 @@ class Passes:
         """Run the model at a draw; return the trace and its observed node."""
         (values, statistics), (args, _) = draw, self._batches[batch]
         with self._statistics.used(statistics) if self._statistics else nullcontext():
-            trace = run_at_draw(self._model, values, args, self._new, self._unused, counts)
+            trace = run_at_draw(
+                self._model, values, args, self._new, self._unused, counts, self._selects
+            )
         self.observed = find_observation(trace, values, self._site)
         return trace, trace.nodes[self.observed]
 

@@ -45,20 +45,24 @@ _OF_EACH_EXAMPLE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # 
 class _AtDraw(Messenger):
     """Gives latent sites the values of a draw; observed sites keep theirs.
 
-    A plate with a given subsample takes the values of these examples. A value of another shape is left
-    out, since it may belong to a local latent of other examples. An unused site gets NaN in place of a
-    sample; with ``counts`` other samples count their uses.
+    With ``selects`` values are of all examples, and a plate with a given subsample takes those of its
+    examples. A value of another shape is left out, since it may belong to a local latent of other
+    examples. An unused site gets NaN in place of a sample; with ``counts`` other samples count their
+    uses.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], unused: str | None, counts: bool) -> None:
+    def __init__(
+        self, values: Mapping[str, Tensor], unused: str | None, counts: bool, selects: bool
+    ) -> None:
         super().__init__()
-        self.values, self.unused, self.counts = values, unused, counts
+        self.values, self.unused = values, unused
+        self.counts, self.selects = counts, selects
         self.given: dict[str, Tensor] = {}  # subsamples of plates
 
     def _pyro_sample(self, msg: Any) -> None:
         msg["infer"]["own_mask"] = msg["mask"]  # the model's, without masks of outer handlers
-        if site_is_subsample(msg) and msg["value"] is not None:
-            self.given[msg["name"]] = msg["value"]
+        if self.selects and site_is_subsample(msg) and msg["value"] is not None:
+            self.given[msg["name"]] = torch.as_tensor(msg["value"])
         if msg["is_observed"]:
             return
         value = self._value_of(msg)
@@ -92,12 +96,13 @@ def run_at_draw(
     new: Collection[str] = (),
     unused: str | None = None,
     counts: bool = False,
+    selects: bool = False,
 ) -> Any:
     """Run the model at a draw of its latent sites without the ``new`` ones, and return the trace."""
     given = {name: value for name, value in values.items() if name not in new}
     try:
         with poutine.block(), poutine.mask(mask=False):
-            return poutine.trace(_AtDraw(given, unused, counts)(model)).get_trace(*args)
+            return poutine.trace(_AtDraw(given, unused, counts, selects)(model)).get_trace(*args)
     except TypeError:
         check_runs_on_inputs(model, args)
         raise

@@ -13,6 +13,7 @@ from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
+from pyro_structvi.guides import LocalLatentWarning
 
 SIZE = 12
 
@@ -88,9 +89,18 @@ def test_examples_in_another_order_keep_their_latents():
     elbo = ps.StructuredELBO(1)
     losses = [elbo.loss(in_batches_of_data, guide, y[own], own) for own in (order.flip(0), order)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    for own in (order, order[:5]):  # as inputs of a model that is given no observations
-        found = ps.predict(lambda index: in_batches_of_data(None, index), guide, own).mean
+    inputs_only = lambda index: in_batches_of_data(None, index)  # noqa: E731
+    for own in (order, order[:5]):
+        found = ps.predict(inputs_only, guide, own).mean
         torch.testing.assert_close(found, y[own], atol=1e-4, rtol=0)
+
+    def in_order_of_examples(index):  # as a guide of the user's own, whose values are the examples'
+        with pyro.plate("data", SIZE, subsample=index):
+            pyro.sample("shift", dist.Delta(y[index]))
+
+    with pytest.warns(LocalLatentWarning, match="take the values of the posterior"):
+        found = ps.predict(inputs_only, in_order_of_examples, order, num_samples=2).mean
+    torch.testing.assert_close(found, y[order])
     with pytest.raises(ValueError, match=r"subsample of the plate 'data'.*create_plates"):
         ps.MeanFieldGuide(in_batches_of_data).initialize(y, order)
 
