@@ -252,8 +252,7 @@ class Passes:
             return values, {}
 
         def measure(own: Values) -> Values:
-            run = partial(run_at_draw, self._model, own, new=self._new, unused=self._unused)
-            return statistics.measure(run)
+            return statistics.measure(partial(self._run_model, own))
 
         return values, self._run_each(measure, values)
 
@@ -301,13 +300,16 @@ class Passes:
         found.pop(_VALID, None)
         return found
 
+    def _run_model(self, values: Values, args: tuple[Any, ...], counts: bool = False) -> Any:
+        return run_at_draw(
+            self._model, values, args, self._new, self._unused, counts, self._selects
+        )
+
     def _trace(self, draw: Draws, batch: int, counts: bool = False) -> tuple[Any, Any]:
         """Run the model at a draw; return the trace and its observed node."""
         (values, statistics), (args, _) = draw, self._batches[batch]
         with self._statistics.used(statistics) if self._statistics else nullcontext():
-            trace = run_at_draw(
-                self._model, values, args, self._new, self._unused, counts, self._selects
-            )
+            trace = self._run_model(values, args, counts)
         self.observed = find_observation(trace, values, self._site)
         return trace, trace.nodes[self.observed]
 
