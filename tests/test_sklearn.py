@@ -122,6 +122,27 @@ def test_the_noise_of_rounded_targets_has_the_floor_of_rounding(table):
     estimator.set_params(noise_floor=0.1).fit(inputs, np.where(np.arange(60) % 2, targets, 2.5))
 
 
+def test_targets_that_differ_by_the_rounding_of_arithmetic_have_one_value(table):
+    """As 0.1 + 0.2 and 0.3; the least spacing of the values was a unit of the last digit."""
+    inputs, targets = table
+    tenths = np.digitize(targets, np.quantile(targets, np.linspace(0.1, 0.9, 7)))
+    estimator = BayesianMLPRegressor((6,), **POINT | {"num_steps": 1})
+    first = np.where(np.arange(60) % 2, 3, -1)
+    computed = first / 10 + (tenths - first) / 10
+    assert len(np.unique(computed)) > len(np.unique(tenths))
+    for ratings in (tenths / 10, computed, computed + 1e6):
+        floor = estimator.fit(inputs, ratings).noise_floor_
+        np.testing.assert_allclose(floor, 0.1 / np.sqrt(12), rtol=1e-8)
+    single = first.astype(np.float32) / 10 + (tenths - first).astype(np.float32) / 10
+    np.testing.assert_allclose(estimator.fit(inputs, single).noise_floor_, floor, rtol=1e-5)
+    wide = np.array([-100, 0, 100], dtype=np.int8)[np.arange(60) % 3]  # whose differences overflow
+    assert estimator.fit(inputs, wide).noise_floor_ == 100 / np.sqrt(12)
+    some = np.where(np.arange(60) % 5, targets, 0.3)
+    some[:30:5] = 0.1 + 0.2
+    with pytest.warns(RepeatedTargetsWarning, match=r"20% of the targets are 0\.3\."):
+        estimator.fit(inputs, some)
+
+
 def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
     """Memory does not grow with their number; a sample is of one function at all rows."""
     inputs, targets = table

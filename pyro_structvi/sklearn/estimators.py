@@ -34,6 +34,7 @@ from pyro_structvi.sklearn.base import (
 )
 
 REPEATS = 4  # of a value in the mean, from which targets count as rounded
+ROUNDING = 8  # relative spacings of floating point, by which equal values may differ
 OFTEN = 0.2  # of the examples, whose common target then has a density without a bound
 FEWEST_REPEATED = 10
 
@@ -94,6 +95,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         noise_floor: The noise has at least this scale, in the targets' units. "auto" is none, or for
             targets with a quarter as many values as there are distinct examples, such as counts and
             ratings, the least spacing of the values over the root of 12, the deviation of rounding.
+            Values that differ by the rounding of arithmetic are one.
 
     Attributes:
         model_: The model, of standardized targets.
@@ -145,8 +147,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         self.y_scaler_ = scaler_of(column, weights)
         check("noise_floor", self.noise_floor, NonNegative | Literal["auto"])
         if self.noise_floor == "auto":
-            values, counts = np.unique(targets, return_counts=True)
-            self.noise_floor_ = _scale_of_rounding(values, inputs, targets)
+            joined = _joined(column[:, 0], np.finfo(np.result_type(targets, np.float32)).eps)
+            values, counts = np.unique(joined, return_counts=True)
+            self.noise_floor_ = _scale_of_rounding(values, inputs, joined)
             if not self.noise_floor_:
                 _warn_of_repeated(values, counts)
         else:
@@ -205,6 +208,14 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         scaled = to_numpy(values)[..., 0]
         array: Array = scaled * self.y_scaler_.scale_[0] + self.y_scaler_.mean_[0]
         return array
+
+
+def _joined(targets: Array, eps: float) -> Array:
+    """Return targets with one value in place of those that differ by the rounding of arithmetic."""
+    values, place = np.unique(targets, return_inverse=True)
+    is_new = np.diff(values, prepend=-np.inf) > ROUNDING * eps * np.abs(values).max()
+    joined: Array = values[is_new][is_new.cumsum()[place] - 1]
+    return joined
 
 
 def _scale_of_rounding(values: Array, inputs: Array, targets: Array) -> float:
