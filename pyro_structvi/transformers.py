@@ -183,6 +183,13 @@ class StructuredTrainer(Trainer):
             self._is_checked = True
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        own = [dict(batch) for batch in batch_samples]
+        for batch in own:
+            if isinstance(labels := batch.get("labels"), Tensor):
+                batch["labels"] = _as_counted(labels)
+        return super()._get_num_items_in_batch(own, device)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Return an evaluation, by the same noise each time and without a change of the training."""
         with same_randomness(self.args.device):
@@ -226,7 +233,7 @@ class _Bound(nn.Module):
         if labels is None:
             return {"mean": self._predict(inputs, None).mean}
         predicted = labels[..., 1:] if self.shifts else labels
-        count = predicted.ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        count = _as_counted(predicted).ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         if not self.training:
             found = self._predict(inputs, predicted)
             return {"loss": -found.log_density.sum() / count, "mean": found.mean}
@@ -247,6 +254,11 @@ class _Bound(nn.Module):
     def _predict(self, inputs: Any, y: Tensor | None) -> Any:
         number = self.num_samples or self.guide.num_points or NUM_DRAWS
         return predict(self.model, self.guide, inputs, num_samples=number, y=y, stream=True)
+
+
+def _as_counted(labels: Tensor) -> Tensor:
+    """Return labels of which the ignored ones alone are -100: a real number is none of them."""
+    return torch.zeros_like(labels) if labels.is_floating_point() else labels
 
 
 class _FiniteGradients(TrainerCallback):

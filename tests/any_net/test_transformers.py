@@ -90,6 +90,30 @@ def test_accumulated_gradients_are_those_of_one_large_batch(guide, tmp_path):
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-6)
 
 
+class Given(torch.nn.Linear):
+    def forward(self, given):
+        return super().forward(given)
+
+
+@pytest.mark.nets_sample
+def test_a_real_number_is_no_ignored_label(tmp_path):
+    """The step and the evaluation of targets of -100 are those of targets close to it."""
+    found = []
+    for target in (-100.0, -100.001):
+        torch.manual_seed(0)
+        model = ps.Regressor(ps.bayesianize(Given(1, 1), prior=1.0), noise_scale=50.0)
+        guide = ps.MAPGuide(model)
+        data = [{"given": torch.ones(1), "labels": [target if n % 4 else 7.0]} for n in range(8)]
+        sgd = torch.optim.SGD(guide.parameters(), lr=1.0)
+        steps = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
+        trainer = train(model, guide, tmp_path, data, optimizers=(sgd, None), **steps)
+        labels = torch.tensor([[target], [7.0]])
+        losses = [trainer.evaluate(data)["eval_loss"]]
+        losses.append(float(trainer.model(labels=labels, given=torch.ones(2, 1))["loss"]))
+        found.append((state_of(guide), torch.tensor(losses)))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 ON_PROCESSES = """
 import sys
 import torch
