@@ -37,10 +37,11 @@ from pyro_structvi.infer.validation import same_randomness
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import frozen_keys
 from pyro_structvi.posterior import predict
+from pyro_structvi.sites.sampled_net import has_members
 
 __all__ = ["StructuredTrainer", "draws_as_adapters", "generate_from_mixture"]
 
-NUM_DRAWS = 10  # in evaluation
+NUM_DRAWS = 10  # in evaluation, and as adapters
 IGNORED = -100  # the label of padding in transformers
 # Arguments of the optimizer and the loss that Trainer makes.
 UNUSED = (
@@ -233,7 +234,9 @@ class _Bound(nn.Module):
         if labels is None:
             return {"mean": self._predict(inputs, None).mean}
         predicted = labels[..., 1:] if self.shifts else labels
-        count = _as_counted(predicted).ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        count = num_items_in_batch
+        if count is None:
+            count = _as_counted(predicted).ne(IGNORED).sum()
         if not self.training:
             found = self._predict(inputs, predicted)
             return {"loss": -found.log_density.sum() / count, "mean": found.mean}
@@ -295,16 +298,16 @@ def _need_no_frozen(bound: nn.Module, found: Any) -> None:
 
 
 @checked
-def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftModel:
+def draws_as_adapters(guide: StructuredGuide, num_draws: Count | None = None) -> PeftModel:
     """Return a net of peft with draws of a posterior as adapters on one base.
 
-    The net is a copy in evaluation mode. Its active adapter has the posterior mean, and "draw0",
-    "draw1", ... are draws, for ``set_adapter``, ``save_pretrained``, and for LoRA batches with
-    ``adapter_names``.
+    The net is a copy in evaluation mode. Its active adapter has the posterior median, or for a mixture
+    or an ensemble the first draw. The adapters "draw0", "draw1", ... are draws, of each member in turn,
+    for ``set_adapter``, ``save_pretrained``, and for LoRA batches with ``adapter_names``.
 
     Args:
         guide: The guide of a likelihood around a net of peft.
-        num_draws: The number of draws.
+        num_draws: The number of draws; each member of an ensemble of points, or 10 draws, when None.
 
     Raises:
         TypeError: If the model is no likelihood around a net of peft.
@@ -319,7 +322,11 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
         >>> list(draws_as_adapters(guide, 2).peft_config)
         ['default', 'draw0', 'draw1']
     """
-    net: Any = guide.to_net()
+    number = num_draws or guide.num_points or NUM_DRAWS
+    draws = guide.joint_posterior().draw_many(range(number))
+    first = {name: value[0] for name, value in draws.items()}
+    is_mixture = guide.num_members > 1 or has_members(guide)
+    net: Any = guide.to_net(first if is_mixture else None)
     if not isinstance(net, PeftModel) or not isinstance(unwrapped(guide.model), Likelihood):
         raise TypeError(
             "`guide` must be of a likelihood around a net of peft, but its model is "
@@ -333,7 +340,6 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
         added.init_lora_weights = True  # others, such as PiSSA's, change the base
     if hasattr(added, "layer_replication"):
         added.layer_replication = None  # each adapter would replicate the layers once more
-    draws = guide.joint_posterior().draw_many(range(num_draws))
     drawn = [name for name in state if f"net.{name}" in draws]
     own = [name for name in state if active in name.split(".")]
     outside = [name for name in drawn if name not in own]
@@ -343,13 +349,13 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
             "of it, and adapters share them. Name their modules in `modules_to_save` of the config, or "
             "take a net for each draw, `guide.to_net(guide.draw())`."
         )
-    for number in range(num_draws):
-        net.add_adapter(f"draw{number}", added)
-        net.peft_config[f"draw{number}"] = config
+    for place in range(number):
+        net.add_adapter(f"draw{place}", added)
+        net.peft_config[f"draw{place}"] = config
         present = net.state_dict()
         # A tensor that layers share has several names, and its site has one of them.
         parts = {name: f".{name}.".rsplit(f".{active}.", 1) for name in own}
-        names = {name: f".draw{number}.".join(parts[name]).strip(".") for name in own}
+        names = {name: f".draw{place}.".join(parts[name]).strip(".") for name in own}
         unknown = [name for name in drawn if names[name] not in present]
         if unknown:
             raise ValueError(
@@ -361,7 +367,7 @@ def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftMode
             if names[name] in present:
                 present[names[name]].copy_(state[name])
         for name in drawn:
-            present[names[name]].copy_(draws[f"net.{name}"][number])
+            present[names[name]].copy_(draws[f"net.{name}"][place])
     return net.requires_grad_(False).eval()
 
 

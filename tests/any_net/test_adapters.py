@@ -3,6 +3,7 @@
 import doctest
 import functools
 import re
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import pyro_structvi as ps
+from pyro_structvi.families import Members
 from tests.any_net.llama import LENGTH, SIZE, WORDS, adapters, base, inputs, make, rows, texts
 
 pytestmark = [pytest.mark.nets, pytest.mark.filterwarnings("default")]
@@ -72,6 +74,35 @@ def test_draws_are_adapters_of_one_net(tmp_path):
     net.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "draw1")
     assert torch.equal(loaded(**inputs()).logits, expected[2])
+
+
+def families(model):
+    return ps.StructuredGuide(model, {"*": Members(3)})
+
+
+@pytest.mark.nets_sample
+@pytest.mark.parametrize(
+    ("make_guide", "count"),
+    [
+        (partial(ps.EnsembleGuide, size=3), 3),
+        (partial(ps.MixtureGuide, make_guide=ps.MeanFieldGuide, size=3), 10),
+        (families, 10),
+    ],
+)
+def test_draws_of_a_mixture_are_of_each_member_in_turn(make_guide, count):
+    """The mean of its members is no net of the posterior, so the active adapter is a draw."""
+    _, guide = make(lambda model, init_scale: make_guide(model))
+    torch.manual_seed(3)
+    net = hf.draws_as_adapters(guide)
+    torch.manual_seed(3)
+    draws = guide.joint_posterior().draw_many(range(count))
+    assert [*net.peft_config] == ["default", *(f"draw{place}" for place in range(count))]
+    for name, place in (("default", 0), ("draw0", 0), ("draw1", 1), (f"draw{count - 1}", -1)):
+        net.set_adapter(name)
+        expected = guide.to_net({site: draw[place] for site, draw in draws.items()})
+        assert torch.equal(net(**inputs()).logits, expected(**inputs()).logits)
+    mixture = hf.generate_from_mixture(net, inputs(2), max_new_tokens=2, min_new_tokens=2)
+    assert mixture.shape == (2, LENGTH + 2)
 
 
 def with_draws(guide, count):
