@@ -2,7 +2,7 @@
 
 import pickle
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pandas as pd
@@ -166,6 +166,30 @@ def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
     is_high = estimator.sample_y(inputs, n_samples=50) > targets.mean()
     assert (is_high == is_high[0]).all()
     assert 0 < is_high[0].mean() < 1
+
+
+def test_a_sample_runs_the_draws_that_it_takes(table):
+    """Draws of the posterior are taken without repeats, and then again with other noise."""
+    inputs, targets = table
+    estimator = BayesianMLPRegressor((4,), **SMALL, refine=False).fit(inputs, targets)
+    # Five constant functions, whose noise is far smaller than their distances.
+    draws = {name: each.new_zeros(5, *each.shape[1:]) for name, each in estimator.draws_.items()}
+    draws["net.net.2.bias"][:, 0], draws["net.net.2.bias"][:, 1] = torch.arange(5), -30
+    estimator.draws_ = draws
+    center, scale = estimator.y_scaler_.mean_[0], estimator.y_scaler_.scale_[0]
+    for count in (1, 3, 5, 12):
+        with patch.object(base, "predict", wraps=base.predict) as run:
+            samples = estimator.sample_y(inputs, count, random_state=count)
+        assert {len(each) for each in run.call_args.args[1].values()} == {min(count, 5)}
+        np.testing.assert_array_equal(samples, estimator.sample_y(inputs, count, count))
+        numbers = np.rint((samples - center) / scale)
+        assert (numbers == numbers[0]).all()
+        assert len(np.unique(samples)) == samples.size
+        uses = np.unique(numbers[0], return_counts=True)[1]
+        assert len(uses) == min(count, 5)
+        assert uses.max() == -(-count // 5)
+    first = [np.rint((estimator.sample_y(inputs[:1], 1, k) - center) / scale) for k in range(50)]
+    assert len(np.unique(first)) == 5  # false alarms: 5 * 0.8 ** 50 = 7e-5
 
 
 def test_it_is_an_estimator_as_others(table):

@@ -369,18 +369,21 @@ class BayesianMLP(BaseEstimator):
     def _num_draws(self) -> int:
         return len(next(iter(self.draws_.values())))
 
-    def _predictions(self, X: ArrayLike, y: Tensor | None = None) -> Iterator[Prediction]:
+    def _predictions(
+        self, X: ArrayLike, y: Tensor | None = None, draws: dict[str, Tensor] | None = None
+    ) -> Iterator[Prediction]:
         """Yield predictions of some rows at a time, so that memory does not grow with their number."""
         check_is_fitted(self)
         rows = validate_data(self, X, dtype=np.float64, order="C", reset=False)
-        like = next(iter(self.draws_.values()))  # of the fit, whatever `set_params` has said since
+        draws = self.draws_ if draws is None else draws
+        like = next(iter(draws.values()))  # of the fit, whatever `set_params` has said since
         inputs = torch.as_tensor(self.x_scaler_.transform(rows)).to(like)
         if y is not None and y.is_floating_point():
             y = y.to(like)
-        size = max(1, FUNCTIONS_AT_A_TIME // self._num_draws)
+        size = max(1, FUNCTIONS_AT_A_TIME // len(like))
         for rows in torch.arange(len(inputs)).split(size):
             own = None if y is None else y[rows]
-            yield predict(self.model_, self.draws_, inputs[rows], y=own)
+            yield predict(self.model_, draws, inputs[rows], y=own)
 
 
 def all_or_nothing(fit: F) -> F:

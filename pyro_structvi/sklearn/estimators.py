@@ -180,9 +180,10 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         repeats = math.ceil(n_samples / self._num_draws)
         with ONE_THREAD, separate_randomness():
             torch.manual_seed(check_random_state(random_state).randint(2**31 - 1))
-            chosen = torch.randperm(repeats * self._num_draws)[:n_samples]  # the same for all rows
-            predictions = self._predictions(X)
-            found = [each.sample_observations(repeats)[chosen] for each in predictions]
+            chosen = torch.randperm(self._num_draws)[:n_samples]  # the same for all rows
+            draws = {name: values[chosen] for name, values in self.draws_.items()}
+            predictions = self._predictions(X, draws=draws)
+            found = [each.sample_observations(repeats)[:n_samples] for each in predictions]
         return self._in_units(torch.cat(found, 1)).T
 
     def log_density(self, X: ArrayLike, y: ArrayLike) -> Array:
