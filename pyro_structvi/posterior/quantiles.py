@@ -16,6 +16,9 @@ from pyro_structvi.weights.torch_distributions import (
     skip_validation,
 )
 
+Function = Callable[[Tensor], Tensor]
+
+VALUES_AT_A_TIME = 200_000  # of levels, draws and rows, in a search
 NUM_DRAWS = 2000  # observations, if a distribution has no inverse distribution function
 LARGEST_RATIO = 1e18  # whose square is finite in single precision
 MOST_DF = 200  # degrees of freedom: half as many terms, or a quadrature
@@ -30,9 +33,11 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
     base = map_tensors(base_of(likelihood), lambda tensor: tensor.to(dtype).view_as(tensor))
     skip_validation(base)
     levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
+    # More values than caches hold take longer, and memory.
+    size = max(1, VALUES_AT_A_TIME // max(1, base.mean.numel()))
     try:
-        cdf, icdf = _functions_of(base)
-        parts = icdf(levels)
+        functions = _functions_of(base)
+        return torch.cat([_roots(base, *functions, own) for own in levels.split(size)]).to(like)
     except NotImplementedError:
         count = -(-NUM_DRAWS // base.batch_shape[0])
         ordered: Tensor = likelihood.sample((count,)).flatten(0, 1).sort(0).values
@@ -41,6 +46,11 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         positions = q * (len(ordered) + 1)
         ranks = torch.where(q < 0.5, positions.floor(), positions.ceil()).long() - 1
         return ordered[ranks.clamp(0, len(ordered) - 1).to(ordered.device)]
+
+
+def _roots(base: Any, cdf: Function, icdf: Function, levels: Tensor) -> Tensor:
+    """Return the quantiles at levels ``(Q, 1, ...)``, between the least and the largest of a draw."""
+    parts = icdf(levels)
 
     def shares(values: Tensor) -> Tensor:
         """Return the probability below a value at each draw, also outside of the draw's support."""
@@ -52,17 +62,17 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
 
     found = find_root(excess, parts.amin(1), parts.amax(1))
     if not parts.requires_grad:
-        return found.to(like)
+        return found
     # The derivative of the root is that of a step of Newton's method, which is zero there.
     values = found.unsqueeze(1)
     share, density = shares(values), base.log_prob(values).exp()
     density = density.where((share > 0) & (share < 1), 0).mean(1).detach()
     excess_now = share.mean(1) - levels.squeeze(1)
     step: Tensor = excess_now / density.clamp_min(torch.finfo(density.dtype).tiny)
-    return (found - (step - step.detach())).to(like)
+    return found - (step - step.detach())
 
 
-def _functions_of(base: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _functions_of(base: Any) -> tuple[Function, Function]:
     """Return the distribution function of elements and its inverse; torch has none of Student's t."""
     if not isinstance(base, StudentT):
         return base.cdf, base.icdf

@@ -10,6 +10,8 @@ from scipy.optimize import brentq
 from scipy.stats import gumbel_r, norm, pareto, poisson, t, weibull_min
 
 import pyro_structvi as ps
+from pyro_structvi.linalg.quadrature import find_root
+from pyro_structvi.posterior import quantiles
 from pyro_structvi.posterior.quantiles import mixture_quantile, student_t_cdf
 from tests.predictions import normal_prediction
 
@@ -42,6 +44,33 @@ def test_quantiles_of_a_mixture_are_those_of_its_distribution_function(df):
 
             expected = brentq(excess, -1e6, 1e6, xtol=1e-12, rtol=1e-14)
             assert found[row, column].item() == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("df", [None, 3.0])
+def test_some_levels_are_searched_at_a_time(df, monkeypatch):
+    """Memory does not grow with their number; quantiles and their derivatives do not change."""
+    loc, scale = torch.randn(4, 3), (0.2 + torch.rand(4, 3)).requires_grad_(df is None)
+    noise = dist.Normal(loc, scale) if df is None else StudentT(df, loc, scale)
+    at_once = mixture_quantile(noise, LEVELS)
+    sizes = []
+
+    def find(function, low, high):
+        found = find_root(function, low, high)
+        sizes.extend([len(low)] * (low.shape[1:] == (3,)))  # and not of a single distribution
+        return found
+
+    monkeypatch.setattr(quantiles, "find_root", find)
+    for limit, expected in ((24, [2, 2, 1]), (5, [1] * 5)):
+        monkeypatch.setattr(quantiles, "VALUES_AT_A_TIME", limit)
+        found = mixture_quantile(noise, LEVELS)
+        torch.testing.assert_close(found, at_once, rtol=1e-9, atol=1e-9)
+        assert sizes == expected
+        sizes.clear()
+        if df is None:
+            own, other = (
+                torch.autograd.grad(q.sum(), scale, retain_graph=True) for q in (found, at_once)
+            )
+            torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
 
 
 def test_quantiles_lie_between_the_supports_of_draws():
