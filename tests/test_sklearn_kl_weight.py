@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -27,6 +28,15 @@ def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
     # Without another weight to compare with.
     estimator.set_params(validation_fraction=0.0).fit(inputs, noise)
     np.testing.assert_array_equal(estimator.predict(inputs), found)
+
+
+def test_columns_of_a_data_frame_are_compared_without_a_warning():
+    """The held-out rows are arrays; the fitted estimator has the names of the columns."""
+    frame = pd.DataFrame(np.random.default_rng(0).normal(size=(60, 2)), columns=["a", "b"])
+    estimator = BayesianMLPRegressor((6,), **MIXTURE).fit(frame, frame["a"])
+    assert [*estimator.feature_names_in_] == ["a", "b"]
+    assert estimator.kl_weight_ == 0.1
+    assert np.isfinite(estimator.predict(frame)).all()
 
 
 @pytest.mark.parametrize(

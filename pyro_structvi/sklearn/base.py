@@ -185,6 +185,7 @@ class BayesianMLP(BaseEstimator):
             for rows in (order[:held_out], order[held_out:])
         )
         trial = copy(self).set_params(refine=False)  # whose rows may be few enough for chains
+        vars(trial).pop("feature_names_in_", None)  # which its arrays do not have
         data = trial._fit_guide(check_random_state(seed).randint(2**31 - 1), *rest, num_outputs)
         points = trial.guide_
         _, y, *of_rows = trial._as_data(*held)
