@@ -1,6 +1,7 @@
 """Training by Lightning's ``Trainer``: several devices, mixed precision, accumulation of gradients."""
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -288,7 +289,18 @@ class StructuredModule(LightningModule):
     def predict_step(
         self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> dict[str, Any]:
-        """Predict for a mini-batch of inputs, or of ``(*inputs, y)``, whose ``y`` is not used."""
+        """Predict for a mini-batch of inputs, or of ``(*inputs, y)``, whose ``y`` is not used.
+
+        A dict is one input, whose keys are arguments of the net, or has the model's first argument.
+        """
+        names = [*signature(getattr(self.model, "forward", self.model)).parameters]
+        if isinstance(batch, Mapping) and {*batch} <= {*names}:
+            if [*batch] != names[:1]:
+                raise TypeError(
+                    "A mini-batch to predict must be inputs or a tuple `(*inputs, y)`, but got a dict "
+                    f"with the model's arguments {[*batch]}. Write a `collate_fn` that returns a tuple."
+                )
+            batch = batch[names[0]]
         inputs = [batch] if isinstance(batch, (Tensor, Mapping)) else [*batch]
         inputs = inputs[:-1] or inputs
         with same_randomness(self.device):  # so that mini-batches have the same functions

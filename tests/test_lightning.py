@@ -196,6 +196,42 @@ def test_validation_and_prediction():
     assert [prediction["mean"].shape for prediction in only_inputs] == [(8, 1)] * 3
 
 
+class Sum(nn.Module):
+    """A net with two arguments, one of which has the name of an argument of a likelihood."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x, shift=0.0):
+        return self.linear(x) + shift
+
+
+def test_a_dict_has_the_inputs_of_the_net_or_of_the_model():
+    """Training takes keyword arguments of the model, such as x and y."""
+    x, y = torch.randn(SIZE, 3), torch.randn(SIZE, 1)
+    of_model = [{"x": own, "y": label} for own, label in zip(x, y, strict=True)]
+    only_inputs = [{"x": own} for own in x]
+    of_net = [{"x": own, "shift": label} for own, label in zip(x, y, strict=True)]
+    for net in (nn.Linear(3, 1), Sum()):
+        model = ps.Regressor(ps.bayesianize(net, prior=1.0), SIZE, noise_scale=0.5)
+        guide = ps.MeanFieldGuide(model)
+        guide.initialize(x, y)
+        module = StructuredModule(model, guide)
+        trainer = train(module, DataLoader(of_model, batch_size=SIZE))
+
+        def mean(data, module=module, trainer=trainer):
+            return trainer.predict(module, DataLoader(data, batch_size=SIZE))[0]["mean"]
+
+        assert torch.equal(mean(only_inputs), mean(x))
+        if isinstance(net, Sum):
+            torch.testing.assert_close(mean(of_net), mean(x) + y)
+        with pytest.raises(
+            TypeError, match=r"inputs or a tuple .* the model's arguments \['x', 'y'\]"
+        ):
+            mean(of_model)
+
+
 def test_an_ensemble_is_measured_and_predicts_by_each_of_its_members():
     module, (x, y) = make(partial(ps.EnsembleGuide, size=7)), loader().dataset.tensors
     expected = ps.predict(module.model, module.guide, x, y=y)
