@@ -117,6 +117,7 @@ def test_the_noise_of_rounded_targets_has_the_floor_of_rounding(table):
         RepeatedTargetsWarning, match=r"20% of the targets are 2\.5\. .* `noise_floor`"
     ):
         estimator.fit(inputs, some)
+    estimator.fit(inputs[repeated], some[repeated])  # twelve of four distinct examples
     some[0] = 2.6
     estimator.fit(inputs, some)
     estimator.set_params(noise_floor=0.1).fit(inputs, np.where(np.arange(60) % 2, targets, 2.5))
@@ -137,8 +138,7 @@ def test_targets_that_differ_by_the_rounding_of_arithmetic_have_one_value(table)
     np.testing.assert_allclose(estimator.fit(inputs, single).noise_floor_, floor, rtol=1e-5)
     wide = np.array([-100, 0, 100], dtype=np.int8)[np.arange(60) % 3]  # whose differences overflow
     assert estimator.fit(inputs, wide).noise_floor_ == 100 / np.sqrt(12)
-    some = np.where(np.arange(60) % 5, targets, 0.3)
-    some[:30:5] = 0.1 + 0.2
+    some = np.where(np.arange(60) % 5, targets, [0.3, 0.1 + 0.2] * 30)
     with pytest.warns(RepeatedTargetsWarning, match=r"20% of the targets are 0\.3\."):
         estimator.fit(inputs, some)
 

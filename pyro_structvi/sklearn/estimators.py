@@ -36,7 +36,7 @@ from pyro_structvi.sklearn.base import (
 REPEATS = 4  # of a value in the mean, from which targets count as rounded
 ROUNDING = 8  # relative spacings of floating point, by which equal values may differ
 OFTEN = 0.2  # of the examples, whose common target then has a density without a bound
-FEWEST_REPEATED = 10
+FEWEST_REPEATED = 10  # distinct examples
 
 
 class RepeatedTargetsWarning(UserWarning):
@@ -151,7 +151,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
             values, counts = np.unique(joined, return_counts=True)
             self.noise_floor_ = _scale_of_rounding(values, inputs, joined)
             if not self.noise_floor_:
-                _warn_of_repeated(values, counts)
+                _warn_of_repeated(values[counts.argmax()], inputs, joined)
         else:
             self.noise_floor_ = float(self.noise_floor)
         return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
@@ -227,11 +227,12 @@ def _scale_of_rounding(values: Array, inputs: Array, targets: Array) -> float:
     return float(np.diff(values).min() / math.sqrt(12)) if is_rounded else 0.0
 
 
-def _warn_of_repeated(values: Array, counts: Array) -> None:
-    share = counts.max() / counts.sum()
-    if len(values) > 1 and share >= OFTEN and counts.max() >= FEWEST_REPEATED:
+def _warn_of_repeated(value: float, inputs: Array, targets: Array) -> None:
+    is_value = targets == value
+    is_common = OFTEN <= (share := is_value.mean()) < 1
+    if is_common and num_distinct(inputs[is_value]) >= FEWEST_REPEATED:
         warn_user(
-            f"{share:.0%} of the targets are {values[counts.argmax()]:.6g}. Their density has no bound, "
+            f"{share:.0%} of the targets are {value:.6g}. Their density has no bound, "
             "so the noise there shrinks, and standard deviations elsewhere may be far too large. Pass "
             "`noise_floor`, the least scale of the noise, or fit a classifier for this value and a "
             "regressor for the others.",
