@@ -37,6 +37,7 @@ from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_distributions import image_of_quantiles, quantiles
+from pyro_structvi.weights.torch_distributions import map_tensors
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
@@ -331,16 +332,17 @@ def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
     is_of_elements = all(transform.codomain.event_dim == 0 for transform in q.transforms)
     if element.event_shape or not is_of_elements or p.event_shape != q.event_shape:
         raise NotImplementedError
-    normal = q.base_dist
-    nodes, weights = (
-        part.reshape(-1, *[1] * normal.mean.dim()) for part in gauss_hermite(_NODES, normal.mean)
-    )
-    z, transform = normal.mean + normal.stddev * nodes, ComposeTransform(q.transforms)
+    normal, transform = q.base_dist, ComposeTransform(q.transforms)
+    # In single precision far nodes come to lie on the bounds of an interval, outside of the support.
+    loc, scale = normal.mean.double(), normal.stddev.double()
+    element = map_tensors(element, lambda each: each.double() if each.is_floating_point() else each)
+    nodes, weights = (part.reshape(-1, *[1] * loc.dim()) for part in gauss_hermite(_NODES, loc))
+    z = loc + scale * nodes
     value = transform(z)
     log_derivative = transform.log_abs_det_jacobian(z, value)
     expected = (weights * (element.log_prob(value) + log_derivative)).sum(0)
-    entropy = normal.stddev.log() + 0.5 * math.log(2 * math.pi * math.e)
-    return event_sum(-expected - entropy, len(q.event_shape))
+    entropy = scale.log() + 0.5 * math.log(2 * math.pi * math.e)
+    return event_sum(-expected - entropy, len(q.event_shape)).to(normal.mean.dtype)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import pyro
@@ -24,6 +25,7 @@ from pyro_structvi.extend import Family
 from pyro_structvi.infer.elbo import SampledKLWarning
 from pyro_structvi.structures.mean_field import TransformedNormal
 from pyro_structvi.weights.site_distributions import quantiles
+from pyro_structvi.weights.torch_distributions import map_tensors
 
 LOC = torch.tensor([[0.3, -1.0, 0.1], [0.0, 0.5, -0.4]], dtype=torch.float64)
 SCALE = torch.tensor([[0.01, 0.3, 1.0], [0.1, 0.6, 0.8]], dtype=torch.float64)
@@ -98,6 +100,24 @@ def test_arguments_of_the_prior_broadcast_and_other_bijections_serve():
         found = kl_divergence(q, prior.expand([2, 3]).to_event(2))
         exact = by_trapezoids(q, prior.log_prob).sum()
         torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [dist.Uniform(5.0, 10.0), dist.Uniform(300.0, 301.0), dist.Kumaraswamy(2.0, 2.0)],
+    ids=str,
+)
+def test_an_interval_in_single_precision_has_the_kl_of_double_precision(prior):
+    """In single precision far nodes lie on the bounds, where the density is zero."""
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        normal = MeanFieldNormal(torch.zeros(1, dtype=dtype), torch.full((1,), 1.7, dtype=dtype))
+        own = map_tensors(prior, methodcaller("to", dtype))
+        q = TransformedNormal(normal, [biject_to(own.support)])
+        found[dtype] = kl_divergence(q, own.expand([1]).to_event(1))
+    assert found[torch.float32].dtype == torch.float32
+    expected = found[torch.float64].float()
+    torch.testing.assert_close(found[torch.float32], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_bijection_cancels():
