@@ -30,7 +30,7 @@ class Family(CheckedFields):
             :class:`~pyro_structvi.infer.StructuredAdam`.
     """
 
-    needs: ClassVar[str]
+    needs: ClassVar[str] = "a site that its `fits` accepts"
     constants: ClassVar[tuple[str, ...]] = ()
     delayed: ClassVar[tuple[str, ...]] = ()
 

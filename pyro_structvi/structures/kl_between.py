@@ -39,11 +39,6 @@ def kl_between(q: Any, p: Any) -> Tensor:
 
     Pairs without a rule for the trace whiten all columns of ``A_q`` by p, for small weights.
     """
-    if q.event_shape != p.event_shape:
-        raise ValueError(
-            f"The posterior and the prior must be over weights of one shape, but got "
-            f"{tuple(q.event_shape)} and {tuple(p.event_shape)}. Reshape the prior's arguments."
-        )
     q, p = in_one_batch(q, p)
     rules = (rule for kinds, rule in _TRACES if all(map(isinstance, (q, p), kinds)))
     moment = next(rules, _trace_of_columns)(q, p) + p.mahalanobis(q.mean - p.mean)

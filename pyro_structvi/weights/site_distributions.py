@@ -376,6 +376,9 @@ def normal_cross_entropy(q: Any, p: Any) -> Tensor:
 def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\sum_i (\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2` and :math:`\sum_i \log s_i^2`."""
     event_dim, size = len(q.event_shape), q.event_shape.numel()
+    if p.loc.dim() > q.mean.dim():
+        batch = p.loc.shape[: p.loc.dim() - event_dim]
+        q = q.expand(torch.broadcast_shapes(q.batch_shape, batch))
     loc = shrink(p.loc.expand(q.mean.shape), event_dim)
     scale = shrink(p.scale.expand(q.mean.shape), event_dim)
     count = scale.shape[scale.dim() - event_dim :].numel()
@@ -408,10 +411,15 @@ def kl_to_independent(q: Any, p: Any) -> Tensor:
     return kl_divergence(q, _without_wrappers(p))
 
 
-def in_one_batch(*weights: Any) -> Iterator[Any]:
-    """Return distributions over weights with their batches expanded to one."""
-    batch = torch.broadcast_shapes(*(each.batch_shape for each in weights))
-    return (each if each.batch_shape == batch else each.expand(batch) for each in weights)
+def in_one_batch(q: Any, p: Any) -> Iterator[Any]:
+    """Return distributions over weights of one shape with their batches expanded to one."""
+    if q.event_shape != p.event_shape:
+        raise ValueError(
+            f"The posterior and the prior must be over weights of one shape, but got "
+            f"{tuple(q.event_shape)} and {tuple(p.event_shape)}. Reshape the prior's arguments."
+        )
+    batch = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
+    return (each if each.batch_shape == batch else each.expand(batch) for each in (q, p))
 
 
 @register_kl(WeightDistribution, JoinedPrior)

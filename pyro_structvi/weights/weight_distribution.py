@@ -108,8 +108,8 @@ class WeightDistribution(TensorDistribution):
         """Read the annotated arguments."""
         super().__init_subclass__(**options)
         if found := arguments.declared(cls):
-            cls._arguments = found
-            named = {name: argument.constraint for name, argument in found.items()}
+            cls._arguments = cls._arguments | found
+            named = {name: argument.constraint for name, argument in cls._arguments.items()}
             cls.arg_constraints = {"loc": constraints.real, **named}
 
     def __init__(

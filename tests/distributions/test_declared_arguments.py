@@ -46,6 +46,22 @@ def test_constraints_and_names_are_those_of_the_annotations():
     assert declared().argument_names == ("loc", "factors", "rows", "columns")
 
 
+def test_arguments_are_inherited():
+    class Scaled(Declared):
+        scale: Annotated[torch.Tensor, Argument("", constraints.positive)]
+
+        def __init__(self, loc, factors, rows, columns, scale):
+            named = {"factors": factors, "rows": rows, "columns": columns, "scale": scale}
+            GaussianWeight.__init__(self, {"loc": loc, **named}, validate_args=True)
+
+    parts = [getattr(declared(), name) for name in declared().argument_names]
+    q = Scaled(*parts, torch.tensor(2.0))
+    assert q.argument_names == ("loc", "factors", "rows", "columns", "scale")
+    assert q.expand((3,)).rows.shape == (3, 4, 5)
+    with pytest.raises(ValueError, match="rows"):
+        Scaled(*parts[:2], -parts[2], parts[3], torch.tensor(2.0))
+
+
 @pytest.mark.parametrize(
     ("batch", "loc"), [((), (4, 6)), ((2,), (4, 3, 2)), ((2, 7), (4, 2, 1, 3))]
 )

@@ -136,6 +136,7 @@ def test_the_sum_of_logs_is_added_up_in_blocks_and_under_vmap():
         ((2, 4, 3), (2, 2, 4, 3), 2, (2,), 2),
         ((2, 4, 3), (2, 2, 4, 3), 3, (), 2),
         ((4,), (4, 4), None, (), 4),
+        ((4,), (4, 2), 0, (4,), 2),
     ],
 )
 def test_batch_and_rank_are_read_from_the_shapes(loc, factors, event_dim, batch, rank):

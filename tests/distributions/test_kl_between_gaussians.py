@@ -139,8 +139,20 @@ def test_what_has_no_closed_form_says_so():
             p = make(TIED)
             normal = dist.Normal(p.loc, p.stddev).to_event(2)
             close(kl_divergence(other, p), kl_divergence(other, normal))
-    with pytest.raises(ValueError, match=r"weights of one shape, but got \(4, 3\) and \(3, 4\)"):
-        kl_divergence(q, make("rowwise", (), (3, 4)))
+    for other in (make("rowwise", (), (3, 4)), make(TIED, (), (3, 4))):
+        with pytest.raises(ValueError, match=r"one shape, but got \(4, 3\) and \(3, 4\)"):
+            kl_divergence(q, other)
+
+
+@pytest.mark.parametrize("batch", [(5,), (2, 1)])
+def test_independent_normals_may_have_more_batches(batch):
+    p = dist.Normal(torch.randn(*batch, 4, 3), 1.5).to_event(2)
+    p_dense = MultivariateNormal(p.mean.flatten(-2), 1.5**2 * torch.eye(12))
+    for own in ((), (5,)):
+        q = make("matrix normal", own)
+        q_dense = dense("matrix normal", q)
+        every = torch.broadcast_shapes(own, batch)
+        close(kl_divergence(q, p), kl_divergence(q_dense.expand(every), p_dense.expand(every)))
 
 
 def test_points_and_joined_biases():

@@ -17,6 +17,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import WeightDistribution
+from pyro_structvi.extend import Family
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
 from pyro_structvi.maps import ConvolutionMap
 from pyro_structvi.weights.lazy import LazyWeight
@@ -53,11 +54,19 @@ def test_the_first_matching_pattern_wins():
     }
 
 
+class Nowhere(Family):
+    """A family that serves no site, and does not say which it needs."""
+
+    def fits(self, site):
+        return False
+
+
 def test_wrong_families_and_options_are_refused():
     short = {"init_loc_fn": lambda site: torch.zeros(2)}
     for families, options, message in (
         ({"net.0.*": KTied(2)}, {}, r"weights \['net.2.weight'\].*'net.2.bias'"),
         ({"net.0.bias": KTied(2), "*": MeanField()}, {}, r"KTied\(rank=2\) needs a real weight of"),
+        ({"net.0.bias": Nowhere(), "*": MeanField()}, {}, "needs a site that its `fits` accepts"),
         ({"*": MeanField()}, short, r"shape \(5, 3\) for the site 'net.0.weight', but got \(2,\)"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
