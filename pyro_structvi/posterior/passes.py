@@ -25,6 +25,7 @@ from pyro_structvi.posterior.runs import (
     run_at_draw,
     sample_nodes,
     sites_from_model,
+    warn_of_averaged_statistics,
     warn_of_shared_statistics,
 )
 from pyro_structvi.sites.autoguide import give_model
@@ -209,11 +210,6 @@ class Passes:
         if batch_statistics is not None:
             args = as_arguments(batch_statistics, "batch_statistics")
             self._statistics = BatchStatistics(model, args)
-        elif isinstance(posterior, StructuredGuide) and (
-            posterior.num_members > 1
-            or any(isinstance(part, SameMember) for part in posterior.modules())
-        ):
-            warn_of_shared_statistics(model)
         self._selects = isinstance(posterior, StructuredGuide)  # whose draws are of all examples
         self._new: set[str] = set()
         self._unused: str | None = None
@@ -228,6 +224,7 @@ class Passes:
         with counted_bytes() as layers:
             first = self._measured(values)
             outputs = self._run_first(first)
+        self._warn_of_statistics()
         yield from self._run_batches(first, outputs)
         weights, outside = _bytes_of(values.values()), sum(layers) + _bytes_of(outputs.values())
         # The number of draws at once depends on no inputs, so that a seed determines the draws.
@@ -237,6 +234,16 @@ class Passes:
         for start in range(1, total, at_once):
             for part in _split(draw(range(start, min(start + at_once, total))), in_pass):
                 yield from self._run_batches(self._measured(part))
+
+    def _warn_of_statistics(self) -> None:
+        """Warn if the draws of a guide share running statistics that fit none of them."""
+        guide = self._posterior
+        if self._statistics or not isinstance(guide, StructuredGuide):
+            return
+        if guide.num_members > 1 or any(isinstance(part, SameMember) for part in guide.modules()):
+            warn_of_shared_statistics(self._model)
+        elif guide.is_initialized and not guide.local_site_names:
+            warn_of_averaged_statistics(self._model, guide, self._batches[0][0])
 
     def _run_batches(self, draws: Draws, first: Values | None = None) -> Iterator[Pass]:
         """Yield the passes of draws, whose outputs at the first mini-batch may be known."""

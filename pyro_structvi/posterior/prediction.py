@@ -188,7 +188,7 @@ def predict(
             tensors may double it. Larger values are often faster on a GPU.
         batch_statistics: Reference inputs, some hundred training inputs. Batch and instance
             normalization use their mean and variance at each draw in place of running statistics.
-            Ensembles need it.
+            Ensembles need it, and posteriors whose features differ much from draw to draw.
         progress: Whether to show a progress bar.
         differentiable: Whether to keep gradients with respect to inputs and parameters.
 

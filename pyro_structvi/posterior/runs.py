@@ -1,7 +1,7 @@
 """Runs of a model at a draw of its latent sites, and statistics of batch normalization at the draw."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -35,11 +35,19 @@ from pyro_structvi.sites.finding import (
     in_evaluation,
     modules_of,
     naming_derivatives,
+    separate_randomness,
 )
+from pyro_structvi.sites.report import trial_pass
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 _OF_EACH_EXAMPLE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # averaged
+_MOST_MOVED = 0.5  # standard deviations from draw to draw, which running statistics still fit
+_FEWEST = 32  # examples
+_REMEDY = (
+    "Pass `predict(..., batch_statistics=x)` with some hundred inputs of the training, or use a "
+    "normalization without running statistics, such as `torch.nn.GroupNorm`."
+)
 
 
 class _AtDraw(Messenger):
@@ -253,13 +261,13 @@ def evaluation_mode(model: Any, differentiable: bool = False) -> Iterator[None]:
 
 
 class SharedStatisticsWarning(UserWarning):
-    """Members of an ensemble share the running statistics of batch or instance normalization."""
+    """Running statistics of batch or instance normalization are averages over different draws."""
 
 
 class BatchStatistics:
     """Mean and variance of the inputs of batch or instance normalization, measured at a draw.
 
-    Running statistics are averages over draws, and fit no member of an ensemble, whose features differ.
+    Running statistics are averages over draws, and fit none whose features differ, as of an ensemble.
     """
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -307,11 +315,47 @@ def warn_of_shared_statistics(model: Callable[..., Any]) -> None:
     if layers := _running_layers(model):
         warn_user(
             f"The members of this ensemble share the running statistics of {len(layers)} "
-            "normalizations, which are averages over members and fit none of them. Pass "
-            "`predict(..., batch_statistics=x)` with some hundred inputs of the training, or use a "
-            "normalization without running statistics, such as `torch.nn.GroupNorm`.",
+            f"normalizations, which are averages over members and fit none of them. {_REMEDY}",
             SharedStatisticsWarning,
         )
+
+
+def warn_of_averaged_statistics(
+    model: Callable[..., Any], guide: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Warn if running statistics of a model are averages over draws that differ much."""
+    layers, moved = _running_layers(model), 0
+    if layers and len(next(nested_tensors(args), ())) >= _FEWEST:
+        # Where a weight has more uses than in training, only the passes of a training raise.
+        with suppress(RuntimeError), separate_randomness():
+            moved = _count_moved(model, guide, args, layers)
+    if moved:
+        warn_user(
+            f"The running statistics of {moved} normalizations are averages over draws of the weights "
+            "and fit none of them: from draw to draw the means of their inputs move by more than half a "
+            f"standard deviation. Layers directly before them need no bias (`bias=False`). {_REMEDY}",
+            SharedStatisticsWarning,
+        )
+
+
+def _count_moved(
+    model: Callable[..., Any], guide: Callable[..., Any], args: tuple[Any, ...], layers: list[Any]
+) -> int:
+    """Count the normalizations whose inputs have other means in each of a few passes of training.
+
+    Noise of sampled outputs averages out over the examples.
+    """
+    statistics = BatchStatistics(model, args)
+    passes = [statistics.measure(lambda x: trial_pass(model, guide, *x)) for _ in range(3)]
+    moved = set()
+    for name in passes[0]:
+        number, _, moment = name.split(".")
+        layer = layers[int(number)]
+        between = torch.stack([each[name] for each in passes]).var(0)
+        share = (between / (layer.running_var + layer.eps)).mean()
+        if moment == "mean" and share > _MOST_MOVED**2:
+            moved.add(number)
+    return len(moved)
 
 
 def _running_layers(model: Callable[..., Any]) -> list[Any]:

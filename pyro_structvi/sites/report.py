@@ -101,15 +101,23 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
     with separate_randomness():
         if not self.is_initialized:
             self.initialize(*args, **kwargs)
-        with trial_run(model), DelayDraws():
-            drawn = poutine.trace(self).get_trace(*args, **kwargs)
-            poutine.replay(model, trace=drawn)(*args, **kwargs)
+        drawn = trial_pass(model, self, *args, **kwargs)
     sites = [
         _report_site(name, self[name], use, drawn.nodes)
         for name, use in self.uses.items()
         if name in drawn.nodes
     ]
     return GuideReport((*sites, *_report_others(unwrapped(model))))
+
+
+def trial_pass(
+    model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run guide and model once, as ``StructuredELBO`` does, and return the guide's trace."""
+    with trial_run(model), DelayDraws():
+        drawn = poutine.trace(guide).get_trace(*args, **kwargs)
+        poutine.replay(model, trace=drawn)(*args, **kwargs)
+    return drawn
 
 
 def _report_site(

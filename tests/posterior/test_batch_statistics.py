@@ -1,5 +1,8 @@
 """Batch normalization at each draw by the statistics of that draw."""
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -135,6 +138,59 @@ def test_members_that_share_running_statistics_are_warned_of():
         ps.predict(model, guide, x, num_samples=2, batch_statistics=reference)
     model, guide, x, _ = make(ps.MeanFieldGuide)
     ps.predict(model, guide, x, num_samples=2)
+
+
+@pytest.mark.parametrize(
+    ("make_guide", "scale", "is_warned"),
+    [
+        (partial(ps.MeanFieldGuide, local_reparam="exact"), 1.0, True),  # the weight is drawn once
+        (partial(ps.MeanFieldGuide, local_reparam="exact"), 0.01, False),
+        (ps.MeanFieldGuide, 1.0, False),
+        (ps.MAPGuide, 1.0, False),
+    ],
+)
+def test_running_statistics_that_are_averages_over_draws_are_warned_of(
+    make_guide, scale, is_warned
+):
+    """A posterior with a wide bias before the normalization, whose effect it takes out in training."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(20, 3))
+    model = ps.Regressor(ps.bayesianize(net, normalization=False), noise_scale=0.1)
+    guide, x = make_guide(model, init_scale=scale), torch.randn(64, 2, 6) / 4
+    ps.fit(model, guide, (x, torch.zeros(64, 3)), num_steps=40, lr=1e-6, progress=False)
+    state = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        prediction = ps.predict(model, guide, x, num_samples=3)
+    assert [each.category for each in found] == [SharedStatisticsWarning] * is_warned
+    if is_warned:
+        assert "The running statistics of 1 normalizations are averages over draws" in str(
+            found[0].message
+        )
+    # The check draws nothing of the stream of the prediction. Warnings are errors in tests.
+    torch.set_rng_state(state)
+    few = ps.predict(model, guide, x[:31], num_samples=3)
+    torch.testing.assert_close(few.functions, prediction.functions[:, :31])
+    ps.predict(model, guide, x, num_samples=3, batch_statistics=x)
+
+
+def test_a_layer_with_more_uses_than_in_training_is_predicted():
+    """A pass as in training would raise."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            for part in x.split(3, 1):
+                found = self.norm(self.layer(part))
+            return found
+
+    model = ps.Regressor(ps.bayesianize(Net(), normalization=False), 40, 0.1)
+    guide, x = ps.MeanFieldGuide(model), torch.randn(40, 6)
+    guide.initialize(x[:, :3], x[:, :3])
+    assert ps.predict(model, guide, x, num_samples=2).functions.shape == (2, 40, 3)
 
 
 def test_instance_normalization_has_the_average_variance_of_an_example():
