@@ -32,6 +32,7 @@ from pyro_structvi.sites.autoguide import give_model
 from pyro_structvi.sites.finding import modules_of, separate_randomness
 from pyro_structvi.sites.site_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
 from pyro_structvi.structures.points import SameMember
 from pyro_structvi.weights.lazy import as_drawn
 from pyro_structvi.weights.site_role import SiteRole
@@ -208,6 +209,13 @@ class Passes:
         self._site, self._read, self._max_bytes = site, read, max_memory * 2**30
         self._statistics: BatchStatistics | None = None
         if batch_statistics is not None:
+            parts = posterior.modules() if isinstance(posterior, StructuredGuide) else ()
+            if any(isinstance(part, GlobalInducingGuide) for part in parts):
+                raise NotImplementedError(
+                    "`batch_statistics` is not for a GlobalInducingGuide, since a draw runs the net on "
+                    "the inducing points by its running statistics, and fits no others. Leave it out, "
+                    "or use a normalization without running statistics, such as `torch.nn.GroupNorm`."
+                )
             args = as_arguments(batch_statistics, "batch_statistics")
             self._statistics = BatchStatistics(model, args)
         self._selects = isinstance(posterior, StructuredGuide)  # whose draws are of all examples

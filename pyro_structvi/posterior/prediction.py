@@ -198,6 +198,7 @@ def predict(
             the model's global sites, a plate takes a random part of them, ``batch_statistics`` are
             given for a model without batch normalization, or mini-batches have observations or outputs
             without the examples first.
+        NotImplementedError: For ``batch_statistics`` with a ``GlobalInducingGuide``.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize

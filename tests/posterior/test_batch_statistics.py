@@ -193,6 +193,14 @@ def test_a_layer_with_more_uses_than_in_training_is_predicted():
     assert ps.predict(model, guide, x, num_samples=2).functions.shape == (2, 40, 3)
 
 
+def test_draws_that_depend_on_running_statistics_take_no_others():
+    model, guide, x, reference = make(partial(ps.GlobalInducingGuide, inputs=4))
+    mixture = ps.MixtureGuide(model, partial(ps.GlobalInducingGuide, inputs=x), 2)
+    for each in (guide, mixture):
+        with pytest.raises(NotImplementedError, match="is not for a GlobalInducingGuide"):
+            ps.predict(model, each, x, batch_statistics=reference)
+
+
 def test_instance_normalization_has_the_average_variance_of_an_example():
     norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
     net = nn.Sequential(nn.Conv1d(2, 4, 2), norm, nn.Flatten(), nn.Linear(20, 3))
