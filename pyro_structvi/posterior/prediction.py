@@ -1,7 +1,8 @@
 """Predictions with draws of a posterior: mixtures of the likelihoods at the draws."""
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -210,22 +211,21 @@ def predict(
     check_posterior(model, posterior)
     batches = batches_of(inputs, y, batch_size, posterior)
     total = count_draws(posterior, num_samples)
-    reader = _Reader(_streamed(total) if stream else None)
+    reader = _Reader(_streamed(total) if stream else range(total), not stream, len(batches))
     averages = [Averages() for _ in batches]
-    kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
     bar = tqdm(total=total, desc="predict", disable=not progress)
     with ONE_THREAD, evaluation_mode(model, differentiable), bar:
         passes = Passes(model, posterior, batches, site, reader, max_memory, batch_statistics)
         for done in passes.run(total):
             if batch_size is not None or batches[1:]:
                 _check_examples(done.outputs, batches[done.batch][0])
-            kept[done.batch].append(reader.kept(done.outputs, averages[done.batch].count))
+            reader.keep(done.outputs, averages[done.batch].count, done.batch)
             averages[done.batch].add(done.outputs)
             if done.batch == len(batches) - 1:
                 bar.update(len(done.outputs["mean"]))
     moments = [own.result(reader.entropy) for own in averages]
     joined: dict[str, Any] = _join(moments)
-    return Prediction(**joined | reader.draws(kept), num_samples=total)
+    return Prediction(**joined | reader.draws(), num_samples=total)
 
 
 def _join(moments: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -269,10 +269,14 @@ def _streamed(total: int) -> list[int]:
 
 
 class _Reader:
-    """Reads moments at each draw, and keeps function values and likelihoods, or some likelihoods."""
+    """Reads moments at each draw, and keeps the likelihoods of ``numbers`` and function values.
 
-    def __init__(self, streamed: list[int] | None) -> None:
-        self.streamed, self.keeps = streamed, streamed is None
+    Streamed predictions keep no function values.
+    """
+
+    def __init__(self, numbers: Sequence[int], keeps: bool, num_batches: int) -> None:
+        self.numbers, self.keeps = numbers, keeps
+        self._kept: list[dict[str, Tensor]] = [{} for _ in range(num_batches)]
         self.likelihood: _StackedLikelihood | None = None  # from the first draw, which runs alone
         self.structure: Any = None
         self.entropy: Callable[[Tensor], Tensor] | None = None
@@ -309,24 +313,28 @@ class _Reader:
             found["log_density"] = observed_log_prob(node, y)
         return found
 
-    def kept(self, outputs: dict[str, Tensor], before: int) -> dict[str, Tensor]:
-        """Return the kept parts of a pass that follows ``before`` draws."""
-        parts = {name: value for name, value in outputs.items() if "." in name}
-        if self.streamed is None:
-            return parts
-        # Indices copy: a slice would keep the memory of all draws.
-        after = before + len(outputs["mean"])
-        index = [number - before for number in self.streamed if before <= number < after]
-        return {name: own[torch.tensor(index, dtype=torch.long)] for name, own in parts.items()}
+    def keep(self, outputs: dict[str, Tensor], before: int, batch: int) -> None:
+        """Copy the kept parts of a pass that follows ``before`` draws to their places.
 
-    def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
-        """Return stacked functions and likelihoods, given the kept parts of each mini-batch."""
-        if self.likelihood is None or not kept[0][0]:
+        Small tensors that stay between large temporary ones would fragment the memory.
+        """
+        after = before + len(outputs["mean"])
+        draws = slice(bisect_left(self.numbers, before), bisect_left(self.numbers, after))
+        chosen = [number - before for number in self.numbers[draws]]
+        kept = self._kept[batch]
+        for name, value in outputs.items():
+            if "." in name:
+                if name not in kept:
+                    kept[name] = value.new_empty((len(self.numbers), *value.shape[1:]))
+                kept[name][draws] = value[chosen]
+
+    def draws(self) -> dict[str, Any]:
+        """Return stacked functions and likelihoods."""
+        joined, *others = self._kept
+        if self.likelihood is None or not joined:
             return {}
-        joined = {}
-        for name in kept[0][0]:
-            columns = [torch.cat([done[name] for done in own]) for own in kept]
-            joined[name] = torch.cat(columns, 1) if columns[1:] else columns[0]
+        if others:
+            joined = {name: torch.cat([own[name] for own in self._kept], 1) for name in joined}
         functions = [value for name, value in joined.items() if name.startswith("function.")]
         return {
             "functions": put_together(functions, self.structure) if self.keeps else None,

@@ -190,6 +190,18 @@ def test_gradients_of_quantiles_are_those_of_the_root():
     torch.testing.assert_close(found.detach(), plain, rtol=0, atol=0)
 
 
+def test_functions_of_several_mini_batches_have_gradients():
+    """The functions ``w x`` are copied to their places, a pass and mini-batch at a time."""
+    model = ps.Regressor(ps.bayesianize(nn.Linear(1, 1, bias=False)), 10, 0.5)
+    draws, x = {"net.weight": torch.randn(6, 1, 1)}, torch.randn(5, 1).requires_grad_()
+    options = {"batch_size": 2, "max_memory": 1e-9, "differentiable": True}
+    functions = ps.predict(model, draws, x, **options).functions
+    factor = torch.randn(6, 5, 1)
+    (gradient,) = torch.autograd.grad((factor * functions).sum(), x)
+    expected = (factor * draws["net.weight"]).sum(0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("size", "count"), [(2, 200), (5, 1000), (4, 600)])
 def test_a_streamed_prediction_keeps_draws_of_every_member(size, count):
     """Draws take the members in turn; every fifth one of five members would be of one member."""
