@@ -10,6 +10,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._torch import BatchOrInstanceNorm
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
 from pyro_structvi.sites.finding import (
     in_evaluation,
@@ -21,7 +22,7 @@ from pyro_structvi.sites.latent_site import bijection_onto
 from pyro_structvi.sites.trial_handlers import TrialHandler
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
-from pyro_structvi.weights.torch_distributions import log_density, may_depend
+from pyro_structvi.weights.torch_distributions import in_single, log_density, may_depend
 
 _ROUNDING = 1000  # units of the last digit, by which sums over examples may differ
 
@@ -146,7 +147,8 @@ class _Probe(TrialHandler):
         is_observation = SiteRole.of(msg).is_observation
         is_latent = not (is_observation or msg["is_observed"] or site_is_subsample(msg))
         if is_observation or (is_latent and may_depend(msg["fn"])):
-            log_prob = log_density(msg["fn"], value).nan_to_num()
+            # In bfloat16 rounding would hide that examples interact.
+            log_prob = log_density(in_single(msg["fn"]), at_least_single(value)).nan_to_num()
             # Which examples count, and how much, may depend on the others.
             log_prob = scale_and_mask(log_prob, msg["scale"], msg["mask"])
             self.log_probs[name] = log_prob.flatten()

@@ -271,6 +271,22 @@ def test_a_sum_over_examples_has_drawn_outputs(likelihood):
     assert observe(likelihood, "exact")[1]
 
 
+@pytest.mark.parametrize("likelihood", [following, one_task, reflected, latents_of_examples])
+def test_interacting_examples_of_a_net_in_half_precision_are_seen(likelihood):
+    """A bound of rounding that fits bfloat16 would hide everything."""
+
+    def model(x, y):
+        zeros = torch.zeros(1, 3, dtype=torch.bfloat16)
+        weight = pyro.sample("weight", dist.Normal(zeros, 1.0).to_event(2))
+        likelihood(nn.functional.linear(x, weight).squeeze(-1), y)
+
+    torch.manual_seed(0)
+    x, y = 2 + 0.3 * torch.randn(20, 3, dtype=torch.bfloat16), torch.randn(20, dtype=torch.bfloat16)
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(x, y)
+    assert guide.uses["weight"].examples_interact == (likelihood is not latents_of_examples)
+
+
 @pytest.mark.parametrize("likelihood", [*TOGETHER, summed, latents_of_examples])
 @pytest.mark.parametrize("hidden", [{"expose": ["weight"]}, {"hide": ["field", "total", "own"]}])
 def test_what_is_hidden_from_the_guide_is_seen(likelihood, hidden):
