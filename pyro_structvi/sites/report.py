@@ -1,7 +1,7 @@
 """Reports of the posterior and the sampling of each parameter, and estimates of memory."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import pyro.poutine as poutine
@@ -102,12 +102,13 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
         if not self.is_initialized:
             self.initialize(*args, **kwargs)
         drawn = trial_pass(model, self, *args, **kwargs)
-    sites = [
-        _report_site(name, self[name], use, drawn.nodes)
-        for name, use in self.uses.items()
+    sites = {
+        name: _report_site(name, self[name], self.uses, drawn.nodes)
+        for name in self.uses
         if name in drawn.nodes
-    ]
-    return GuideReport((*sites, *_report_others(unwrapped(model))))
+    }
+    own = (_with_reason_of_weight(each, sites) for each in sites.values())
+    return GuideReport((*own, *_report_others(unwrapped(model))))
 
 
 def trial_pass(
@@ -121,7 +122,7 @@ def trial_pass(
 
 
 def _report_site(
-    name: str, posterior: SitePosterior, use: SiteUse, nodes: Mapping[str, Any]
+    name: str, posterior: SitePosterior, uses: Mapping[str, SiteUse], nodes: Mapping[str, Any]
 ) -> ParameterReport:
     site, value = posterior.site, nodes[name]["value"]
     q = nodes[name if site.bias is None else joint_name(site)]["fn"]
@@ -132,18 +133,28 @@ def _report_site(
     if isinstance(q, PointMass) and not bool(q.variance.any()):
         state, drawn, why, scale = "point", "weight", "a point", None
     else:
-        state, (drawn, why), scale = "random", _way_of(value, use, q), _scale_of(posterior, name, q)
+        state, scale = "random", _scale_of(posterior, name, q)
+        drawn, why = _way_of(value, [uses[each] for each in site.names], q)
     shape = tuple(value.shape)
     return ParameterReport(name, shape, state, family, drawn, why, prior, scale, count)
 
 
-def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
-    """Return the kind of values sampled in a pass, and the reason if it is the weight."""
+def _way_of(value: Any, uses: Sequence[SiteUse], q: Any) -> tuple[str, str]:
+    """Return the kind of values sampled in a pass, and the reason if it is the weight.
+
+    A weight and its joined bias are sampled for the reasons of both.
+    """
     if isinstance(value, LazySlice):
         value = value.whole
     if isinstance(value, LazyWeight):
         value = next(iter(value.used_items), value)
         return value.sampled or "nothing", value.reason if value.sampled == "weight" else ""
+    reasons = (reason for use in uses if (reason := _reason_of(use, q)))
+    return "weight", next(reasons, "a site in a plate")
+
+
+def _reason_of(use: SiteUse, q: Any) -> str:
+    """Return the reason of a site's use for sampling the weight, or ""."""
     reasons = {
         "local_reparam=False": use.local_reparam is False,
         use.eager_reason: bool(use.eager_reason),
@@ -152,9 +163,18 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
         "a site that is not a weight": not isinstance(q, WeightDistribution),
         "examples that interact": use.examples_interact,
         "rows that are not examples": use.has_other_rows,
-        "a site in a plate": True,
     }
-    return "weight", next(reason for reason, holds in reasons.items() if holds)
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _with_reason_of_weight(
+    own: ParameterReport, sites: Mapping[str, ParameterReport]
+) -> ParameterReport:
+    """Give a bias, which is sampled if its weight is, the reason of the weight."""
+    module, dot, attribute = own.name.rpartition(".")
+    weight = sites.get(module + dot + attribute.replace("bias", "weight"), own)
+    is_of_weight = weight.state == "random" and own.drawn == weight.drawn == "weight"
+    return replace(own, why=weight.why) if is_of_weight else own
 
 
 @torch.no_grad()

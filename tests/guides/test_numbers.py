@@ -197,6 +197,32 @@ def make(make_guide=ps.MeanFieldGuide, prior=0.5, **options):
     return net, guide, x, y
 
 
+@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.KTiedGuide])
+def test_a_bias_has_the_reason_of_its_weight(make_guide):
+    """Also a bias that is joined to its weight, or used again."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.shared, self.last = nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            h = self.rows(x.reshape(-1, 2)).tanh().reshape(len(x), 2, 3).sum(1)
+            return self.last(self.shared(h) + self.shared.bias)
+
+    torch.manual_seed(0)
+    model = ps.Regressor(ps.bayesianize(Net(), prior=0.5), num_data=6, noise_scale=1.0)
+    guide = make_guide(model, local_reparam="exact")
+    found = guide.report(torch.randn(6, 4), torch.zeros(6, 1)).parameters
+    why = {each.name.removeprefix("net."): each.why for each in found}
+    rows, last = "rows that are not examples", ""
+    assert (why["rows.weight"], why["rows.bias"]) == (rows, rows)
+    assert (why["last.weight"], why["last.bias"]) == (last, last)
+    assert why["shared.bias"] == "2 uses"
+    if make_guide is ps.KTiedGuide:  # a separate bias leaves the outputs of its weight
+        assert why["shared.weight"] == "2 uses"
+
+
 def test_each_way_is_told_apart():
     net, guide, x, y = make()
     before = torch.get_rng_state()
