@@ -251,7 +251,7 @@ def check_tensors(name: str, values: Any) -> None:
     elif not isinstance(values, Tensor):
         raise TypeError(
             f"`{name}` must be a tensor, or a tuple for a model that takes the tensors one by one, or a "
-            f"mapping of tensors by keyword, but got {brief(values)}. Convert arrays with "
+            f"mapping of tensors, but got {brief(values)}. Convert arrays with "
             f"`torch.as_tensor({name})`."
         )
     elif not values.dim() or not len(values):
