@@ -70,7 +70,7 @@ def test_starts_far_outside_of_the_prior(make):
 
 def test_a_start_in_a_plate_of_examples_is_compared_only_as_a_whole():
     def local(x, y=None):
-        with pyro.plate("data", 20, subsample=x):
+        with pyro.plate("data", 20, subsample=torch.arange(len(x))):
             z = pyro.sample("z", dist.Normal(0.0, 1e-3))
             return pyro.sample("obs", dist.Normal(z + x, 1.0), obs=y)
 
