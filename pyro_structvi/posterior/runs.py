@@ -43,7 +43,7 @@ from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 _OF_EACH_EXAMPLE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # averaged
 _MOST_MOVED = 0.5  # standard deviations from draw to draw, which running statistics still fit
-_FEWEST = 32  # examples
+_FEWEST, _MOST = 32, 256  # examples
 _REMEDY = (
     "Pass `predict(..., batch_statistics=x)` with some hundred inputs of the training, or use a "
     "normalization without running statistics, such as `torch.nn.GroupNorm`."
@@ -325,6 +325,8 @@ def warn_of_averaged_statistics(
 ) -> None:
     """Warn if running statistics of a model are averages over draws that differ much."""
     layers, moved = _running_layers(model), 0
+    if all(isinstance(each, Tensor) for each in args):
+        args = tuple(each[:_MOST] for each in args)
     if layers and len(next(nested_tensors(args), ())) >= _FEWEST:
         # Where a weight has more uses than in training, only the passes of a training raise.
         with suppress(RuntimeError), separate_randomness():
