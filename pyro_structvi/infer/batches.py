@@ -46,10 +46,10 @@ class EpochSampler(Sampler[int]):
 
     def order(self) -> Tensor:
         """Return the numbers that are left of the epoch."""
-        order = torch.arange(self.size)
+        order = torch.arange(self.size, device="cpu")
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.size, generator=generator)
+            order = torch.randperm(self.size, generator=generator, device="cpu")
         return order[self.start :]
 
 
@@ -87,7 +87,7 @@ def as_batches(
         )
     is_tensors = isinstance(data, list) and data and all(isinstance(t, Tensor) for t in data)
     if is_tensors or (isinstance(data, tuple) and data):
-        examples = map_nested(lambda tensor: tensor, tuple(data))
+        examples = map_nested(_of_no_inference, tuple(data))
         size = _length_of([len(tensor) for tensor in nested_tensors(examples)])
         for index, item in enumerate(examples):
             for key, tensor in item.items() if isinstance(item, dict) else [(None, item)]:
@@ -160,11 +160,22 @@ def num_examples(batches: Any, limit: float = math.inf) -> int | None:
 
 def arguments_of(batch: Any, device: torch.device | None) -> Arguments:
     """Return a mini-batch as positional and keyword arguments, on a device unless that is None."""
-    move = methodcaller("to", device=device, non_blocking=_is_gpu(device))
+
+    def move(tensor: Tensor) -> Tensor:
+        return _of_no_inference(tensor.to(device=device, non_blocking=_is_gpu(device)))
+
     if isinstance(batch, Mapping):
         return (), map_nested(move, batch)
     values = batch if isinstance(batch, (tuple, list)) else (batch,)
     return tuple(map_nested(move, value) for value in values), {}
+
+
+def _of_no_inference(tensor: Tensor) -> Tensor:
+    """Return a tensor that was made in inference mode as one that gradients may need."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 class Feed:

@@ -138,7 +138,7 @@ class CheckpointFile:
         if options is not None:
             self._path = Path(options.path).resolve()  # also where the working directory changes
             self.saved = self._open(options.resume)
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         start = {"seed": seed, "epoch": 0, "taken": 0}
         self.place: dict[str, int] = start if self.saved is None else self.saved["place"]
 

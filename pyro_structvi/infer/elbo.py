@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, SupportsFloat
 
 import pyro
 import pyro.poutine as poutine
@@ -160,13 +160,14 @@ class StructuredELBO(ELBO):
         """
         if not callable(self.kl_weight):
             return self.kl_weight
-        weight = self.kl_weight(self.step)
-        if not 0 <= weight < math.inf:
+        weight: Any = self.kl_weight(self.step)
+        number = float(weight) if isinstance(weight, SupportsFloat) else math.nan
+        if not 0 <= number < math.inf:
             raise ValueError(
                 "`kl_weight` must return a finite number of at least 0, but at step "
                 f"{self.step} got {weight!r}."
             )
-        return weight
+        return number
 
     def advance(self) -> None:
         """Count a training step, on which the schedule of the KL's weight depends."""

@@ -178,6 +178,9 @@ class StructuredAdam(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        for value in (value for group in self.param_groups for value in group["params"]):
+            if value.grad is not None and value.grad.is_sparse:
+                value.grad = value.grad.to_dense()
         divisor = self._divisor()
         if self._correlated:
             self._move_means(divisor)  # before the factors change, by which they move

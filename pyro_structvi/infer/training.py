@@ -89,8 +89,9 @@ def fit(
         guide: The guide, a module.
         data: Tensors ``(x, y)`` with the example as first dimension; or a ``Dataset``; or an
             iterable of mini-batches such as a ``DataLoader``. A batch is a tuple of the model's
-            arguments, a dict of its keyword arguments, or one tensor. Batches are moved to the
-            guide's device; tensors as a whole, if they take at most a quarter of a GPU's free memory.
+            arguments, a dict of its keyword arguments, or one tensor; but a list of tensors is as a
+            tuple of them. Batches are moved to the guide's device; tensors as a whole, if they take at
+            most a quarter of a GPU's free memory.
         num_steps: Optimization steps; give this or ``num_epochs``.
         num_epochs: Passes through the data.
         batch_size: Examples a step, for tensors and datasets; None for all at once.
@@ -217,6 +218,8 @@ def _train(step: Callable[..., StepTerms], run: Run, file: CheckpointFile, bar: 
                 bar.update()
     except KeyboardInterrupt:
         history.interrupted = True
+    finally:
+        optimizer.scale_rates(1.0)  # of an optimizer that the user made, for a further fit
     if run.measured is not None:
         run.measured.restore_best()
 
@@ -298,6 +301,8 @@ def make_optimizer(
     num_steps: int,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of parameters, with a rate of 1 for a function ``lr``."""
+    if not parameters:
+        raise ValueError("Model and guide must have a parameter to train, but got none.")
     make = optimizer or partial(StructuredAdam, guide=guide, warm_up=WARM_UP * num_steps)
     own = {} if lr is None else {"lr": 1.0 if callable(lr) else lr}
     made = make(parameters, **own)

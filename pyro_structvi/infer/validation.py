@@ -23,7 +23,7 @@ from pyro_structvi._checks import (
     check_tensors,
     naming,
 )
-from pyro_structvi._nested import map_nested
+from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._torch import tree_map
 from pyro_structvi.infer.elbo import LinearAnnealing
 from pyro_structvi.infer.history import History
@@ -48,16 +48,17 @@ class Validation(CheckedFields):
     separate random numbers, the same at each time, so that differences come from the parameters.
 
     Args:
-        data: Inputs and observations ``(x, y)``; ``x`` is a tuple for several inputs. They are kept on
-            the guide's device and run in mini-batches of ``batch_size``.
+        data: Inputs and observations ``(x, y)``; ``x`` is a tuple for several inputs, or a mapping.
+            They are kept on the guide's device and run in mini-batches of ``batch_size``.
         metric: A function of a :class:`~pyro_structvi.posterior.prediction.Prediction` (of 20 draws, or
-            of each member of an ensemble) and ``y`` that returns a number, higher is better. The mean
-            log predictive density of an example, in nats, when None.
+            of each member of an ensemble, by ``predict(stream=True)``, without function values) and
+            ``y`` that returns a number, higher is better. The mean log predictive density of an
+            example, in nats, when None.
         every: How many steps the measurements are apart; when None once an epoch, and every 100 steps
             at most.
         patience: How many measurements in a row that are no better end the fit. Guide and model then
-            have, also where the fit ends otherwise, the parameters and buffers of the best one. While
-            an annealed weight of the KL rises, only points are stopped. When None,
+            have, also where the fit ends otherwise but by an error, the parameters and buffers of the
+            best one. While an annealed weight of the KL rises, only points are stopped. When None,
             nothing ends the fit.
 
     Example:
@@ -84,7 +85,7 @@ class Validation(CheckedFields):
         x, y = self.data
         check_tensors("data[0]", x)
         check("data[1]", y, Tensor)
-        tensors = (*(x if isinstance(x, tuple) else (x,)), y)
+        tensors = [*nested_tensors((x, y))]
         for value in tensors:
             check_no_nan("data", value)
         lengths = [len(value) if value.dim() else 0 for value in tensors]

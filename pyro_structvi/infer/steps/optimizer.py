@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from pyro.optim import PyroOptim
@@ -105,11 +105,12 @@ class OneOptimizer:
                     f"The learning rate `lr` must be a finite number of at least 0, but got {rate}."
                 )
 
-    def scale_rates(self, factor: float) -> None:
+    def scale_rates(self, factor: Any) -> None:
         """Set the learning rates to a multiple of those that a torch optimizer had at the start."""
-        if not 0 <= factor < math.inf:
+        number = float(factor) if isinstance(factor, SupportsFloat) else math.nan
+        if not 0 <= number < math.inf:
             raise ValueError(f"`lr` must return a finite number of at least 0, but got {factor}.")
-        self._set_rates([rate * factor for rate in self._first_rates])
+        self._set_rates([rate * number for rate in self._first_rates])
 
     def _set_rates(self, rates: Sequence[Any]) -> None:
         for group, rate in zip(self.groups, rates, strict=True):
