@@ -1,6 +1,7 @@
 """Weights with their inducing weights integrated out, and KL divergences over both."""
 
 import math
+from operator import methodcaller
 from typing import Any, Self
 
 import torch
@@ -42,6 +43,7 @@ from pyro_structvi.weights.site_distributions import (
     normal_quantiles,
     quantiles,
 )
+from pyro_structvi.weights.torch_distributions import map_tensors
 from pyro_structvi.weights.weight_distribution import (
     GaussianWeight,
     IndependentWeight,
@@ -143,6 +145,21 @@ class InducingNormal(AugmentedNormal):
 
     # ---- marginal density of W -------------------------------------------------------------------
 
+    @grad_cached_property
+    def _in_double(self) -> Self:
+        """The distribution in double precision: factors of small weights cancel in its density."""
+        arguments = {name: value.double() for name, value in self.joint.arguments.items()}
+        shape = self.joint.event_shape
+        joint = type(self.joint)(**arguments, event_shape=shape, validate_args=False)
+        inducing: Any = self.inducing
+        if isinstance(inducing, InducingNormal):
+            inducing = inducing._in_double
+        else:
+            inducing = map_tensors(inducing, methodcaller("double"))
+        scale = self.conditional_scale.double()
+        new: Self = type(self).from_inducing(joint, inducing, scale, self._validate_args)
+        return new
+
     @property
     def log_det_covariance(self) -> Tensor:
         log_det: Tensor = torch.linalg.slogdet(self._seen_covariance).logabsdet
@@ -182,7 +199,10 @@ class InducingNormal(AugmentedNormal):
                 raise NotImplementedError(
                     "A mixture of normals as inducing weights has no density."
                 )
-            return super().log_prob(value)
+            if value.dtype == torch.double:
+                return super().log_prob(value)
+            density: Tensor = self._in_double.log_prob(value.double())
+            return density.to(value.dtype)
         if self._validate_args:
             self._validate_sample(value)
         members = self.inducing.members.movedim(-3, 0)

@@ -1,7 +1,10 @@
 """What InducingNormal has beyond the contract: its bound on the KL, other laws of inducing weights."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from torch.distributions import (
     Categorical,
     Independent,
@@ -11,6 +14,7 @@ from torch.distributions import (
     kl_divergence,
 )
 
+import pyro_structvi as ps
 from pyro_structvi.distributions import (
     Auxiliary,
     ConditionalNormal,
@@ -249,3 +253,16 @@ def test_the_divergence_is_the_same_whether_the_prior_is_known(joined, bias_scal
     monkeypatch.setattr(InducingSide, "of", refuse)
     found = kl_divergence(fresh, as_prior(scales, loc, False, joined))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_the_density_in_single_precision_is_that_of_double_precision():
+    """With more inducing weights than weights, where the factors of the density nearly cancel."""
+    layer = nn.Linear(10, 8, bias=False)
+    net = ps.bayesianize(layer.float(), prior=1.0)
+    guide = ps.InducingWeightGuide(ps.Regressor(net, num_data=50, noise_scale=1.0))
+    single, double = guide["net.weight"](), copy.deepcopy(guide).double()["net.weight"]()
+    weights = single.sample((5,)).detach()
+    expected = MultivariateNormal(double.mean.flatten(), double.covariance_matrix)
+    found = single.log_prob(weights)
+    assert found.dtype == torch.float32
+    close(found.double(), expected.log_prob(weights.double().flatten(1)), rtol=1e-5, atol=1e-3)
