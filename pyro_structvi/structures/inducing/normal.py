@@ -199,8 +199,10 @@ class InducingNormal(AugmentedNormal):
                 raise NotImplementedError(
                     "A mixture of normals as inducing weights has no density."
                 )
-            if value.dtype == torch.double:
+            if self.conditional_scale.dtype == torch.double:
                 return super().log_prob(value)
+            if self._validate_args:
+                self._validate_sample(value)
             density: Tensor = self._in_double.log_prob(value.double())
             return density.to(value.dtype)
         if self._validate_args:
