@@ -128,8 +128,11 @@ def as_batches(
 
 
 def keeps_order(batches: Any, number: float) -> bool:
-    """Whether a pass of a ``number`` of mini-batches is one, with one order of the examples if known."""
-    sampler = batches.sampler if isinstance(batches, DataLoader) else None
+    """Whether a pass is one mini-batch, whose examples have one order as far as is known."""
+    sampler: Any = None
+    if isinstance(batches, DataLoader):
+        whole = batches.batch_sampler
+        sampler = batches.sampler if whole is None else getattr(whole, "sampler", whole)
     in_order = isinstance(sampler, SequentialSampler | None)
     return number <= 1 and not getattr(sampler, "shuffle", not in_order)
 

@@ -33,7 +33,7 @@ from pyro_structvi.sites.finding import modules_of, separate_randomness
 from pyro_structvi.sites.site_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
-from pyro_structvi.structures.points import SameMember
+from pyro_structvi.structures.points import SameMember, are_points
 from pyro_structvi.weights.lazy import as_drawn
 from pyro_structvi.weights.site_role import SiteRole
 
@@ -250,7 +250,9 @@ class Passes:
             return
         if guide.num_members > 1 or any(isinstance(part, SameMember) for part in guide.modules()):
             warn_of_shared_statistics(self._model)
-        elif guide.is_initialized and not guide.local_site_names:
+        elif guide.local_site_names or are_points(guide.all_posteriors()):
+            return  # whose statistics are of other examples, or of the only draw
+        elif guide.is_initialized:
             warn_of_averaged_statistics(self._model, guide, self._batches[0][0])
 
     def _run_batches(self, draws: Draws, first: Values | None = None) -> Iterator[Pass]:

@@ -10,7 +10,7 @@ import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch.distributions import Normal
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.guides import LocalLatentWarning
@@ -191,9 +191,13 @@ def test_fit_keeps_the_order_of_latents_in_one_batch(is_whole):
     assert_fitted(guide, data.tensors[0])
 
 
+@pytest.mark.parametrize("own_batches", [False, True])
 @pytest.mark.parametrize("in_list", [False, True])
-def test_fit_refuses_a_shuffled_batch_of_latents(in_list):
-    shuffled = DataLoader(TensorDataset(torch.randn(SIZE)), SIZE, shuffle=True)
+def test_fit_refuses_a_shuffled_batch_of_latents(in_list, own_batches):
+    data = TensorDataset(torch.randn(SIZE))
+    batches = BatchSampler(RandomSampler(data), SIZE, drop_last=False)
+    options = {"batch_sampler": batches} if own_batches else {"batch_size": SIZE, "shuffle": True}
+    shuffled = DataLoader(data, **options)
     guide = ps.MeanFieldGuide(of_a_batch)
     if in_list:
         part, guide = guide, AutoGuideList(of_a_batch)
