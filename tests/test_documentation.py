@@ -43,6 +43,8 @@ TOCTREE = re.compile(r"^```{toctree}\n(?P<entries>.*?)^```", re.DOTALL | re.MULT
 LONGEST_LEVEL = 9  # entries on a level of the navigation
 # Pages that train or import for some seconds; a sample of them runs in CI.
 SLOW = {
+    "docs/start/getting_started.md",
+    "docs/how_to/deep_nets.md",
     "docs/how_to/deploy.md",
     "docs/how_to/many_devices.md",
     "docs/how_to/is_it_any_good.md",

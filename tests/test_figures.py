@@ -138,7 +138,8 @@ def elbos(source):
     return [float(value) for value in re.findall(r"ELBO (\S+) after", source)]
 
 
-def test_pictures_of_guides_are_drawn_with_todays_defaults(pictures, float32_by_default):
+@pytest.mark.slow
+def test_pictures_of_guides_are_of_todays_defaults(pictures, float32_by_default):
     """The ELBO of a short training shows changes of a guide's defaults, of `fit` and of priors."""
     for title, picture in pictures["PICTURES"].items():
         expected = pytest.approx(elbos(pictures["source_of"](picture)), rel=5e-4)

@@ -216,7 +216,7 @@ def test_it_is_an_estimator_as_others(table):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_a_fit_depends_on_numbers_and_options_only(table, dtype):
     """Not on the layout of a table in memory, on torch's default dtype, or on disabled gradients."""
     inputs, targets = table

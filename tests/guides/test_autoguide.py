@@ -235,9 +235,13 @@ TRACED = GUIDES | {
     )
 }
 TRACED_CASES = [
-    *((name, "net", {}) for name in ("inducing weights", "inducing ensemble")),
-    *((name, "net", EXPANDING) for name in ("mean field", "full", "inducing weights", "points")),
+    ("inducing weights", "net", {}),
+    *((name, "net", EXPANDING) for name in ("mean field", "inducing weights")),
     *((name, "plate", EXPANDING) for name in ("mean field", "points")),
+    *(
+        pytest.param(name, "net", options, marks=pytest.mark.slow)
+        for name, options in (("inducing ensemble", {}), ("full", EXPANDING), ("points", EXPANDING))
+    ),
 ]
 
 

@@ -54,9 +54,9 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize(
     ("net", "make_guide", "covariance"),
     [
-        ("dense", ps.KTiedGuide, "diagonal"),
+        pytest.param("dense", ps.KTiedGuide, "diagonal", marks=pytest.mark.slow),
         ("grouped", ps.FullCovarianceGuide, "diagonal"),
-        ("units", ps.LowRankGuide, "full"),
+        pytest.param("units", ps.LowRankGuide, "full", marks=pytest.mark.slow),
     ],
 )
 def test_products_of_a_batch_are_exported_for_any_size(net, make_guide, covariance):

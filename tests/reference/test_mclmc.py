@@ -232,7 +232,7 @@ def test_a_chain_that_cannot_move_is_left_out(monkeypatch):
         return stuck(gradients_of(target, position, *args), position, rows)
 
     monkeypatch.setattr(sys.modules[sample.__module__], "gradients_of", some_stuck)
-    options = {"num_chains": 3, "num_warmup": 200, "thinning": 2, "progress": False}
+    options = {"num_chains": 3, "num_warmup": 100, "thinning": 2, "progress": False}
     rows = [False, True, False]
     with pytest.warns(ps.reference.StuckChainWarning, match="1 of 3 chains are left out"):
         draws = sample(model, guide, data, **options)
