@@ -170,8 +170,9 @@ def confidence_bins(
     Bin m of M, from 0, holds confidences in (m / M, (m + 1) / M]: Guo et al. (2017), section 2.
     """
     confidence, guess = probabilities.max(-1)
-    # Rounding to 6 digits keeps 0.6 in single precision from being above 9 / 15.
-    place = (confidence * num_bins).round(decimals=6).ceil() - 1
+    # Two roundings of single precision less, since 0.6 in it is above 9 / 15.
+    tolerance = 2 * torch.finfo(torch.float32).eps
+    place = (confidence.double() * num_bins * (1 - tolerance)).ceil() - 1
     bins, index, counts = place.unique(return_inverse=True, return_counts=True)
     accuracy, average = (
         confidence.new_zeros(len(counts)).index_add(0, index, each) / counts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+from pyro.distributions import OrderedLogistic
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, OneHotCategorical
 from tqdm.auto import tqdm
@@ -46,6 +47,7 @@ class Prediction:
         mean: Predictive mean of the observation, ``(N, *event)``; for classes their probabilities
             ``(N, classes)``.
         variance: Predictive variance of the observation including noise, of the same shape.
+            Meaningless for ``VonMises``, whose moments in torch are circular.
         function_variance: Variance of the conditional mean over draws, which more data would reduce.
         entropy: Entropy of the predictive class probabilities, ``(N,)``, in nats, or of each token or
             binary label, ``(N, *event)``; None for other observations.
@@ -118,7 +120,9 @@ class Prediction:
                 f"{levels.dtype} of shape {tuple(levels.shape)}."
             )
         likelihood = self._likelihood("quantiles")
-        if isinstance(base_of(likelihood), (Categorical, OneHotCategorical)):
+        base = base_of(likelihood)
+        is_ordered = isinstance(base, OrderedLogistic)
+        if isinstance(base, (Categorical, OneHotCategorical)) and not is_ordered:
             raise ValueError(
                 "Classes have no order, and so no quantiles. Take `prediction.mean`, their "
                 "probabilities."

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.preprocessing import LabelEncoder
-from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
+from sklearn.utils import check_array, check_consistent_length, check_random_state, column_or_1d
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -189,7 +189,8 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
     def log_density(self, X: ArrayLike, y: ArrayLike) -> Array:
         """Return the log predictive density of targets ``(N,)``, in nats, in their own units."""
         check_is_fitted(self)
-        column = column_or_1d(y, dtype=np.float64).reshape(-1, 1)
+        column = check_array(column_or_1d(y), dtype=np.float64, ensure_2d=False, input_name="y")
+        column = column.reshape(-1, 1)
         check_consistent_length(X, column)
         predictions = self._predictions(X, torch.as_tensor(self.y_scaler_.transform(column)))
         found = np.concatenate([to_numpy(each.log_density) for each in predictions])

@@ -68,12 +68,14 @@ def test_calibration_error_by_its_definition(num_bins):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_end_of_bins_belongs_to_the_bin_below(dtype):
-    """One bin: accuracy 1/2, confidence 0.975 or 0.575; two: (0.5 + 0.4) / 2, (0.6 + 0.3) / 2."""
+    """One bin: accuracy 1/2, confidence 0.975, 0.575, ...; two: (0.5 + 0.4) / 2, (0.6 + 0.3) / 2."""
     for confidences, bins, error in (
         ([1.0, 0.95], 10, 0.475),
         ([0.5, 0.6], 2, 0.45),
         ([0.6, 0.55], 15, 0.075),
         ([0.6, 0.7], 10, 0.45),
+        ([0.6, 0.595], 50, 0.0975),
+        ([0.6, 0.5995], 1000, 0.09975),
     ):
         p = torch.tensor(confidences, dtype=dtype)
         scores = classification_scores(torch.stack([p, 1 - p], -1), torch.tensor([1, 0]), bins)

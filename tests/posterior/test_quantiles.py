@@ -182,6 +182,16 @@ def test_a_count_without_a_distribution_function_has_quantiles_of_samples():
     assert ((level > 0.65) & (level < 1)).all()
 
 
+def test_ordered_classes_have_quantiles_of_samples():
+    cuts = torch.tensor([-1.0, 0.5, 2.0])
+    found = predict_of(lambda mean: dist.OrderedLogistic(mean, cuts), torch.ones(5).long())
+    below = found.mean.cumsum(-1)  # of probabilities of the classes, of each example
+    for level in (0.2, 0.9):
+        at = found.quantile(level).long().unsqueeze(-1)
+        assert (below.gather(-1, at) > level - 0.05).all()
+        assert ((below - found.mean).gather(-1, at) < level + 0.05).all()
+
+
 def test_likelihoods_that_keep_tuples_of_numbers_have_samples_and_quantiles():
     """Zero-inflated counts keep their batch shape as a tuple, continuous Bernoulli its limits."""
     found = predict_of(
