@@ -499,7 +499,7 @@ def test_wrong_options_and_parts_of_the_data_are_refused(table):
             BayesianMLPRegressor((4,), **POINT | option).fit(*table)
     with pytest.raises(TypeError, match=r"`posterior` must return a guide .* an AutoNormal"):
         BayesianMLPRegressor((4,), **POINT | {"posterior": AutoNormal}).fit(*table)
-    with pytest.raises(ValueError, match="`skip` must be True, False .* but got 'linear'"):
+    with pytest.raises(ValueError, match=r"`skip` must be True, False .* but got 'linear'"):
         BayesianMLPRegressor((4,), skip="linear", **POINT).fit(*table)
     for sizes in (0, (4, -1), (4.5,), "8"):
         with pytest.raises(ValueError, match="`hidden_layer_sizes` must be whole numbers"):
