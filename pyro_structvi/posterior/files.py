@@ -25,7 +25,7 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior
 from pyro_structvi.nn.random_module import frozen_keys, separate_elements
 from pyro_structvi.posterior.pruning import prune_inducing_factors
-from pyro_structvi.sites.autoguide import check_made_of
+from pyro_structvi.sites.autoguide import MODEL_SUMS, check_made_of
 from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.torch_distributions import base_of, tensors_of
@@ -34,7 +34,7 @@ KEY = "pyro_structvi"  # of the header in the metadata of a file
 FORMAT = 5
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
-OPTIONS = "._extra_state"  # of families; of any shape
+OF_ANY_SHAPE = ("._extra_state", f".{MODEL_SUMS}")  # options of families, and tensors of the model
 MASK = "_factor_mask"  # of pruned inducing weights
 
 Parts = Mapping[str, Mapping[str, Any]]  # properties of parts, by their paths
@@ -228,7 +228,9 @@ def _digest(value: Tensor) -> str:
 
 def _shapes_of(state: Mapping[str, Tensor]) -> Parts:
     return {
-        key: {"shape": "any" if key.endswith(OPTIONS) else f"{shape_text(own.shape)} {own.dtype}"}
+        key: {
+            "shape": "any" if key.endswith(OF_ANY_SHAPE) else f"{shape_text(own.shape)} {own.dtype}"
+        }
         for key, own in state.items()
     }
 

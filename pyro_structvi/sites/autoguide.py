@@ -127,7 +127,11 @@ def warn_of_local_latents(kept: Sequence[str], new: Sequence[str]) -> None:
         )
 
 
-MODEL_SUM = "model_sum"
+MODEL_SUMS = "model_sums"
+CHANGED = torch.finfo(
+    torch.float16
+).eps  # of a tensor's norm; a state may have been float16 on its way
+BLOCK = 2**16  # elements, of which a copy in double precision is made at a time
 NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
 
 
@@ -136,7 +140,11 @@ class NewParametersWarning(UserWarning):
 
 
 class ModelStateWarning(UserWarning):
-    """A guide was loaded without the other parameters and buffers of its model."""
+    """A guide was loaded without the other parameters and buffers of its model.
+
+    The state dict of a guide has a weighted sum of the elements of each of these tensors. A sum has
+    changed if it differs by more than 0.1 % of the tensor's norm, in bfloat16 by more than 0.8 %.
+    """
 
 
 class OwningAutoGuide(AutoGuide):
@@ -156,8 +164,8 @@ class OwningAutoGuide(AutoGuide):
         self.init_loc_fn = init_loc_fn
         self.handed_out = set[str]()  # names of the parameters that `parameters()` has returned
         self.register_load_state_dict_pre_hook(check_options)
-        self.register_state_dict_post_hook(_add_model_sum)
-        self.register_load_state_dict_pre_hook(_take_model_sum)
+        self.register_state_dict_post_hook(_add_model_sums)
+        self.register_load_state_dict_pre_hook(_take_model_sums)
         self._model_sums: tuple[Tensor, Tensor] | None = None  # when saved, and after loading
 
     __getattr__ = nn.Module.__getattr__
@@ -206,10 +214,12 @@ class OwningAutoGuide(AutoGuide):
 
     def warn_of_other_model(self) -> None:
         """Warn if the guide was loaded, and its model was neither loaded nor trained."""
-        own = _model_sum(self)
-        if self._model_sums is None or own is None or own != self._model_sums[1]:
+        if self._model_sums is None:
             return
-        if not torch.isclose(own, self._model_sums[0].to(own), rtol=1e-4):
+        (own, error), (saved, loaded) = _model_sums(self), self._model_sums
+        if not own.shape == saved.shape == loaded.shape or ((own - loaded).abs() > error).any():
+            return
+        if ((own - saved).abs() > error).any():
             warn_user(
                 "The guide was loaded, and the parameters and buffers of its model are not those beside "
                 "which it was saved. Load them too, `model.load_state_dict(...)`.",
@@ -319,27 +329,56 @@ def check_made_of(guide: OwningAutoGuide, model: Any, call: str) -> None:
         )
 
 
-def _model_sum(guide: Any) -> Tensor | None:
-    """Return the sum of a model's parameters and changing buffers without its sites, or None."""
+def _model_sums(guide: Any) -> tuple[Tensor, Tensor]:
+    """Return a sum of each parameter and changing buffer of a model, without its sites, and its error."""
     model = unwrapped(guide.model)
     if not isinstance(model, nn.Module):
-        return None
+        return torch.empty(0), torch.empty(0)
     nets = (part for part in model.modules() if not isinstance(part, Likelihood))
     buffers = [pair for part in nets for pair in buffers_that_change(part)]
     kept = {id(value) for name, value in buffers if "_prior_" not in name}
     kept |= {id(value) for value in model.parameters() if type(value) is nn.Parameter}
     state = model.state_dict(keep_vars=True).values()  # persistent buffers only
     whole = [value.detach() for value in state if id(value) in kept and not value.is_meta]
-    sums = [value.to(torch.complex64).abs().sum().cpu() for value in whole]
-    return torch.stack(sums).sum() if sums else None
+    pairs = [_weighted_sum(value).cpu() for value in whole]
+    sums, errors = torch.stack(pairs, -1) if pairs else torch.empty(2, 0)
+    return sums, errors
 
 
-def _add_model_sum(guide: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    own = _model_sum(guide)
-    if own is not None:
-        state[f"{prefix}{MODEL_SUM}"] = own
+def _weighted_sum(value: Tensor) -> Tensor:
+    """Return a sum of elements with fixed weights, and the smallest difference that is a change of them.
+
+    The weights are positive, so that a shift of all elements does not cancel, and no two are equal, so
+    that elements which change places do not either.
+    """
+    dense = value.to_dense()
+    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten()
+    weights = _weights(min(BLOCK, len(flat)), flat.device)
+    total, squares = torch.zeros(2, dtype=torch.float64, device=flat.device)
+    for factor, part in zip(
+        _weights(len(flat) // BLOCK + 1, "cpu"), flat.split(BLOCK), strict=False
+    ):
+        part = part.double().nan_to_num(1.0, 2.0, -2.0)
+        total = total + float(factor) * (part @ weights[: len(part)])
+        squares = squares + part.square().sum()
+    rounding = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
+    error = (
+        max(CHANGED, rounding) * squares.sqrt() + rounding * total.abs()
+    )  # of equal elements, too
+    return torch.stack([total, error])
 
 
-def _take_model_sum(guide: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    saved, own = state.pop(f"{prefix}{MODEL_SUM}", None), _model_sum(guide)
-    guide._model_sums = None if saved is None or own is None else (saved.clone(), own)
+def _weights(number: int, device: Any) -> Tensor:
+    """Return irregular numbers between 1/3 and 1, which is the first."""
+    return (2 + torch.arange(number, dtype=torch.float64, device=device).square().cos()) / 3
+
+
+def _add_model_sums(guide: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    sums, _ = _model_sums(guide)
+    if len(sums):
+        state[f"{prefix}{MODEL_SUMS}"] = sums
+
+
+def _take_model_sums(guide: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    saved, own = state.pop(f"{prefix}{MODEL_SUMS}", None), _model_sums(guide)[0]
+    guide._model_sums = None if saved is None else (saved.clone().to(own), own)

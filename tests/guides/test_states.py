@@ -277,7 +277,72 @@ def test_a_model_that_is_loaded_before_its_guide_or_trained_after_it_is_as_it_sh
             ps.fit(other, new, data, num_steps=5, progress=False)
         ps.predict(other, new, x, num_samples=2)  # warnings are errors
     guide = ps.MeanFieldGuide(ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), 20, 0.1))
-    assert not [name for name in guide.state_dict() if name.endswith("model_sum")]  # sites alone
+    assert not [name for name in guide.state_dict() if name.endswith("model_sums")]  # sites alone
+
+
+class Positions(nn.Module):
+    """A net with point estimates, beside a buffer of large numbers and tensors of other kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("position_ids", torch.arange(512))
+        self.register_buffer("used", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("shift", torch.full((), -torch.inf))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4, 1)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        return self.out(self.norm(x))
+
+
+def with_positions():
+    net = ps.bayesianize(Positions(), {"out.*": 1.0, "*": None}, normalization=False)
+    return ps.Regressor(net, 20, noise_scale=0.1)
+
+
+SIGNS = torch.tensor([1.0, -1.0, -1.0, 1.0])
+CHANGES = {
+    "weights by both signs": lambda net: net.norm.weight.add_(0.1 * SIGNS),
+    "one weight by little": lambda net: net.norm.weight[2].add_(0.01),
+    "biases of both signs": lambda net: net.norm.bias.copy_(1e-8 * SIGNS),
+    "indices in another order": lambda net: net.position_ids.copy_(net.position_ids.flip(0)),
+    "a mask": lambda net: net.used[1].fill_(True),
+    "an infinite number": lambda net: net.shift.fill_(0.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_one_tensor_is_seen_beside_others(change):
+    """Of the model beside which the state was saved, whose own state is not loaded."""
+    model, other = with_positions(), with_positions()
+    with torch.no_grad():
+        change(model.net)
+    state, new = ps.MeanFieldGuide(model).state_dict(), ps.MeanFieldGuide(other)
+    new.load_state_dict(state)
+    for dtype in (torch.float64, torch.float32):  # moved after the guide was loaded
+        other.to(dtype)
+        with pytest.warns(ModelStateWarning):
+            new.warn_of_other_model()
+    other.to(torch.float64).load_state_dict(model.state_dict())
+    new.warn_of_other_model()  # warnings are errors
+    with torch.no_grad():
+        other.net.norm.bias.add_(1.0)  # as in training
+    new.warn_of_other_model()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_model_that_was_moved_to_another_dtype_is_the_same(dtype):
+    models = [with_positions() for _ in range(2)]
+    for tensor in (*models[0].net.norm.parameters(), models[0].net.frozen):
+        nn.init.normal_(tensor)
+    for model in models:
+        model.net.register_buffer("equal", torch.full((1000,), 0.1))
+    state = ps.MeanFieldGuide(models[0]).state_dict()
+    models[1].to(dtype).load_state_dict(models[0].state_dict())
+    new = ps.MeanFieldGuide(models[1])
+    new.load_state_dict(state)
+    new.warn_of_other_model()  # warnings are errors
 
 
 def half_declared():
