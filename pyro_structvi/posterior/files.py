@@ -3,13 +3,17 @@
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
+from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
+from secrets import token_hex
 from stat import S_IMODE
 from typing import Any
 
@@ -34,6 +38,7 @@ KEY = "pyro_structvi"  # of the header in the metadata of a file
 FORMAT = 5
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
+LEFT_FOR = 3600.0  # seconds
 OF_ANY_SHAPE = ("._extra_state", f".{MODEL_SUMS}")  # options of families, and tensors of the model
 MASK = "_factor_mask"  # of pruned inducing weights
 
@@ -459,14 +464,14 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 def write_atomically(name: str, path: Path, write: Callable[[Path], Any]) -> None:
     """Write a temporary file, flush it to the disk, and rename it to a path; ``name`` is for errors.
 
-    A link stays, and so does the mode of a file; a new file has the usual mode.
+    A link stays, and so does the mode of a file; a new file has the usual mode. Of several that write at
+    once, the last one to finish leaves its file.
     """
     path = Path(os.path.realpath(path))
-    # One name, so that a killed write leaves one file.
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{token_hex(4)}.partial")
     try:
-        partial.unlink(missing_ok=True)
-        partial.touch()
+        _remove_leftovers(path)
+        partial.touch(exist_ok=False)
         mode = (path if path.exists() else partial).stat().st_mode
         write(partial)
         with partial.open("rb+") as file:
@@ -474,14 +479,24 @@ def write_atomically(name: str, path: Path, write: Callable[[Path], Any]) -> Non
         partial.chmod(S_IMODE(mode))  # safetensors makes private files
         os.replace(partial, path)
     except Exception as error:
-        partial.unlink(missing_ok=True)
         raise OSError(
             f"`{name}` could not be written to '{path}', where the last one still is if there was "
             f"one: {error}"
         ) from error
+    finally:
+        with suppress(OSError):  # a name that is no path, and a file that was renamed
+            partial.unlink()
     if os.name == "posix":  # elsewhere folders cannot be opened
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of killed writers of a path, which no one has written to for long."""
+    for left in path.parent.glob(f"{escape(path.name)}.*.partial"):
+        with suppress(OSError):  # another writer may remove it, or own it
+            if time.time() - left.stat().st_mtime > LEFT_FOR:
+                left.unlink()

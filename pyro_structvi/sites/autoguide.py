@@ -330,7 +330,7 @@ def check_made_of(guide: OwningAutoGuide, model: Any, call: str) -> None:
 
 
 def _model_sums(guide: Any) -> tuple[Tensor, Tensor]:
-    """Return a sum of each parameter and changing buffer of a model, without its sites, and its error."""
+    """Return sums of the parameters and changing buffers of a model, without its sites, and errors."""
     model = unwrapped(guide.model)
     if not isinstance(model, nn.Module):
         return torch.empty(0), torch.empty(0)

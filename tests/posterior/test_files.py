@@ -349,8 +349,9 @@ def test_what_cannot_be_saved_or_loaded_leaves_file_and_guide(tmp_path):
     before = path.read_bytes()
     with pytest.raises(ValueError, match="is a folder"):
         ps.save(tmp_path, model, ps.KTiedGuide(model))
-    with pytest.raises(OSError, match="`path` could not be written to"):
-        ps.save(tmp_path / "none" / "file", model, ps.KTiedGuide(model))
+    for wrong in (tmp_path / "none" / "file", path / "file", tmp_path / ("a" * 250)):
+        with pytest.raises(OSError, match="`path` could not be written to"):
+            ps.save(wrong, model, ps.KTiedGuide(model))
     guide = ps.MeanFieldGuide(model, create_plates=lambda *args: pyro.plate("data", 8))
     with pytest.raises(TypeError, match="must have no `create_plates`"):
         ps.save(path, model, guide)

@@ -142,3 +142,36 @@ def test_a_package_that_is_on_the_path_but_not_installed_saves(path, monkeypatch
     guide = ps.MeanFieldGuide(model)
     ps.save(path, model, guide)
     assert ps.load(path, model)["net.0.weight"].family == ps.MeanField()
+
+
+def test_each_of_two_writers_of_a_path_writes_a_whole_file(path):
+    """The second one writes while the first one is at it."""
+    files = ps.posterior.files
+
+    def second(partial):
+        partial.write_bytes(b"second")
+        assert path.read_bytes() == b"before"
+
+    def first(partial):
+        partial.write_bytes(b"first, ")
+        files.write_atomically("path", path, second)
+        assert path.read_bytes() == b"second"
+        with partial.open("ab") as file:
+            file.write(b"and whole")
+
+    path.write_bytes(b"before")
+    files.write_atomically("path", path, first)
+    assert path.read_bytes() == b"first, and whole"
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_files_of_killed_writers_are_removed_when_they_are_old(path):
+    old, recent, other = (
+        path.with_name(f"{name}.0.partial") for name in (path.name, f"{path.name}.1", "posterior")
+    )
+    for each in (old, recent, other):
+        each.touch()
+    for each in (old, other):
+        os.utime(each, (0, 0))
+    save_posterior(path, 1)
+    assert {*path.parent.iterdir()} == {path, recent, other}
