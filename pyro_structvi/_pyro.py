@@ -334,6 +334,11 @@ def stored_parameter(name: str) -> Tensor | None:
     return parameter
 
 
+def stored_parameters() -> dict[str, Tensor]:
+    """Return all unconstrained parameters that Pyro's store has now, by name."""
+    return dict(_PYRO_PARAM_STORE._params)
+
+
 def parameter_names(module: nn.Module) -> list[str]:
     """Return the names under which a PyroModule has shown its plain parameters in the param store."""
     if not isinstance(module, PyroModule) or not was_called(module):

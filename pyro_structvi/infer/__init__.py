@@ -5,6 +5,7 @@ from pyro_structvi.infer.compiled_svi import CompiledSVI
 from pyro_structvi.infer.data_warnings import (
     DataScaleWarning,
     NumDataWarning,
+    SharedParametersWarning,
     SlowFamilyWarning,
     VanishingNoiseWarning,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "LinearAnnealing",
     "NumDataWarning",
     "SampledKLWarning",
+    "SharedParametersWarning",
     "SlowFamilyWarning",
     "StructuredELBO",
     "StructuredAdam",

@@ -1,20 +1,21 @@
 """Warnings of data and starts that a fit does badly with: before its first step, and after its last."""
 
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Laplace, Normal, StudentT
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyro_structvi._checks import warn_user
 from pyro_structvi._nested import nested_tensors
-from pyro_structvi._pyro import declared_samples, unwrapped
+from pyro_structvi._pyro import declared_samples, stored_parameters, unwrapped
 from pyro_structvi.infer.history import History
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.sites.autoguide import check_made_of, give_model
@@ -39,6 +40,10 @@ SOME = 0.05  # of the targets
 
 class NumDataWarning(UserWarning):
     """The model counts another number of examples than the data have."""
+
+
+class SharedParametersWarning(UserWarning):
+    """A module takes parameters of a former module from Pyro's param store."""
 
 
 class DataScaleWarning(UserWarning):
@@ -73,6 +78,24 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
             f"The model was told of num_data={model.num_data} examples, and `data` has {found}. The "
             "likelihood counts as that of the former; leave `num_data` out to have it set.",
             NumDataWarning,
+        )
+
+
+@contextmanager
+def warning_of_shared_parameters(parts: nn.Module) -> Iterator[None]:
+    """Warn of parameters that modules take from Pyro's store in a block, in place of their own."""
+    modules, own, stored = [*parts.children()], [*parts.parameters()], stored_parameters()
+    yield
+    known = {id(parameter) for parameter in own}
+    taken = {id(each) for part in modules for each in part.parameters()} - known
+    names = [name for name, parameter in stored.items() if id(parameter) in taken]
+    if names:
+        warn_user(
+            f"Pyro's param store has the parameters {names} of another module, and these modules share "
+            "them: a fit goes on from their values, and changes the other module. Call "
+            "`pyro.clear_param_store()` and make model and guide anew, or call "
+            "`pyro.settings.set(module_local_params=True)` before you make any.",
+            SharedParametersWarning,
         )
 
 

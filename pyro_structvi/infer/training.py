@@ -24,7 +24,7 @@ from pyro_structvi._checks import (
     checked,
 )
 from pyro_structvi._pyro import declared_samples, unwrapped
-from pyro_structvi._torch import own_tensors
+from pyro_structvi._torch import has_overlap, own_tensors
 from pyro_structvi.infer.batches import (
     Feed,
     TensorBatches,
@@ -38,6 +38,7 @@ from pyro_structvi.infer.data_warnings import (
     warn_of_first_batch,
     warn_of_ignored_data,
     warn_of_vanishing_noise,
+    warning_of_shared_parameters,
 )
 from pyro_structvi.infer.elbo import CosineDecay, LinearAnnealing, Schedule, StructuredELBO
 from pyro_structvi.infer.history import History
@@ -135,6 +136,8 @@ def fit(
     Warns:
         DataScaleWarning: If inputs or observations lie far outside of what the prior expects.
         NumDataWarning: If the model counts another number of examples than the data have.
+        SharedParametersWarning: If a ``PyroModule`` or a guide of Pyro shares parameters with a former
+            one, whose names Pyro's param store has.
         SlowFamilyWarning: If a posterior takes hundreds of times as long as its layer.
         VanishingNoiseWarning: If learned noise of point estimates ends below a hundredth of the
             observations' standard deviation, without ``patience`` of ``validation``.
@@ -162,8 +165,9 @@ def fit(
     feed = Feed(loader, device, file.place["epoch"], file.place["taken"])
     with _training_mode(model, guide):
         args, kwargs = feed.peek()
-        initialize(guide, args, kwargs)
-        loss.add_stored_parameters(args, kwargs)
+        with warning_of_shared_parameters(loss):
+            initialize(guide, args, kwargs)
+            loss.add_stored_parameters(args, kwargs)
         check_local_sites(guide, loader, len(loader))
         warn_of_first_batch(loss.parts, args, kwargs, len(loader), num_examples(loader))
         made = make_optimizer(optimizer, guide, [*loss.trained.values()], lr, total)
@@ -320,6 +324,9 @@ def initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     elif not list(guide.parameters()):
         with torch.no_grad():
             guide(*args, **kwargs)
+        for parameter in guide.parameters():
+            if has_overlap(parameter):  # Pyro's start at expanded values, with `module_local_params`
+                parameter.data = parameter.data.clone()
 
 
 @contextmanager

@@ -5,10 +5,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions import constraints
+from pyro.infer.autoguide import AutoNormal, init_to_mean
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.infer import SharedParametersWarning
 
 POSITIVE = constraints.positive
 
@@ -116,3 +118,66 @@ def test_the_best_state_has_them():
     validation = ps.Validation(data(), metric, every=2, patience=2)
     trained(program, kl_weight=1.0, validation=validation)
     assert pyro.param("shift").item() == shifts[0] != shifts[-1]
+
+
+# ---- parameters of a former module, which the store has under the same names ---------------------
+
+
+def outcome(module, seed=1):
+    values, guide = data(), ps.MeanFieldGuide(module)
+    torch.manual_seed(seed)
+    history = ps.fit(module, guide, values, num_steps=5, progress=False, compiled=False)
+    return history.elbo, module.shift.item(), module.scale.item()
+
+
+def test_a_second_module_that_takes_constrained_parameters_is_named():
+    first, second = Module(), Module()
+    expected = outcome(first)
+    with pytest.warns(
+        SharedParametersWarning, match=r"the parameters \['shift', 'scale'\] of another"
+    ):
+        outcome(second)
+    assert second.scale_unconstrained is first.scale_unconstrained
+    pyro.clear_param_store()
+    assert outcome(Module()) == expected
+
+
+def elbo_of_pyros_guide():
+    torch.manual_seed(1)
+    x, y = data()
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), noise_scale=0.3)
+    guide = AutoNormal(model, init_loc_fn=init_to_mean)
+    return ps.fit(model, guide, (x, y.unsqueeze(-1)), num_steps=5, progress=False).elbo
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_a_second_guide_of_pyros_that_takes_parameters_is_named():
+    expected = elbo_of_pyros_guide()
+    with pytest.warns(SharedParametersWarning, match=r"\['AutoNormal\.locs\.net\.weight', "):
+        elbo_of_pyros_guide()
+    with pyro.settings.context(module_local_params=True):
+        for _ in range(2):
+            assert elbo_of_pyros_guide() == expected
+
+
+def test_modules_with_parameters_of_their_own_share_none():
+    """Warnings are errors."""
+    expected = outcome(Module(), seed=2)
+    with pyro.settings.context(module_local_params=True):
+        first = Module()
+        outcome(first)
+        kept = first.shift.item(), first.scale.item()
+        assert outcome(Module(), seed=2) == expected
+    assert (first.shift.item(), first.scale.item()) == kept
+
+
+def test_a_module_goes_on_with_its_own_parameters():
+    """Warnings are errors."""
+    model = Module()
+    guide = ps.MeanFieldGuide(model)
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO())
+    svi.step(*data())
+    for own in (guide, ps.MeanFieldGuide(model)):
+        ps.fit(model, own, data(), num_steps=1, progress=False)
+    for other in (program, program, Reading()):  # which ask for the parameters that the store has
+        trained(other)

@@ -56,7 +56,8 @@ class Loss(nn.Module):
             model(*args, **kwargs)
             if not isinstance(guide, StructuredGuide):  # which owns its parameters
                 guide(*args, **kwargs)
-        # A module uses its own parameters, also where the store has a former module's of their names.
+        # A module uses its own parameters, also where the store has a former module's of their names;
+        # only constrained ones become the former module's, of which `fit` warns.
         own = {name for module in self.modules() for name in parameter_names(module)}
         known = {id(parameter) for parameter in self.parameters()}
         found = {
