@@ -60,8 +60,9 @@ def save(
         model: The model. A function has no state; ``pyro.get_param_store().save`` writes the parameters
             that it reads by ``pyro.param``.
         guide: The guide.
-        frozen: Whether to write frozen parameters. False keeps a large base out of the file, which has
-            only digests of its bytes; :func:`load` refuses another base.
+        frozen: Whether to write the model's frozen parameters, those that require no gradients. False
+            keeps a large base out of the file, which has only digests of its bytes; :func:`load` refuses
+            another base, and one that is not frozen.
 
     Raises:
         TypeError: If an option of the guide is a function, an entry of a state dict is not a tensor, or
@@ -157,7 +158,7 @@ def load(
         raise ValueError(
             "`model` must have the frozen parameters beside which the file was saved, but "
             f"{', '.join(repr(key) for key in wrong[:MOST_NAMED])} differ. Make the model from the same "
-            "base. Nothing was loaded."
+            "base, with these frozen. Nothing was loaded."
         )
     tensors |= {key: frozen[key] for key in digests}
     for name, own in states.items():
@@ -219,9 +220,14 @@ def _can_hold(dtype: torch.dtype) -> bool:
 
 
 def _frozen_in(model: Any) -> dict[str, Tensor]:
-    """Return the frozen parameters of a model, by their keys in a file."""
-    module = unwrapped(model)
-    keys = frozen_keys(module) if isinstance(module, nn.Module) else set()
+    """Return the frozen parameters of a model, by their keys in a file.
+
+    ``bayesianize`` turns those of its net into buffers; others are parameters without gradients.
+    """
+    module, keys = unwrapped(model), set()
+    if isinstance(module, nn.Module):
+        named = module.named_parameters(remove_duplicate=False)
+        keys = frozen_keys(module) | {name for name, each in named if not each.requires_grad}
     state = _state_of("model", model)
     return {key: state[key] for key in state if key.removeprefix("model.") in keys}
 

@@ -1,5 +1,6 @@
 """Files of posteriors: states that no file holds or gives, and files that change later."""
 
+import functools
 import importlib.metadata
 import os
 import pickle
@@ -7,6 +8,7 @@ from stat import S_IMODE
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import pyro_structvi as ps
@@ -175,3 +177,51 @@ def test_files_of_killed_writers_are_removed_when_they_are_old(path):
         os.utime(each, (0, 0))
     save_posterior(path, 1)
     assert {*path.parent.iterdir()} == {path, recent, other}
+
+
+class Around(nn.Module):
+    """A random layer after plain features, of a user's own module."""
+
+    def __init__(self, features, head):
+        super().__init__()
+        self.features, self.head = features.requires_grad_(False), ps.bayesianize(head)
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+@pytest.mark.parametrize("kind", [functools.partial(ps.LastLayer, frozen=True), Around])
+def test_frozen_parameters_beside_a_random_net_are_left_out(path, kind):
+    def make(weight=0.5):
+        features = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        features[0].weight.data.fill_(weight)
+        features[0].bias.data.zero_()
+        return ps.Regressor(kind(features, nn.Linear(4, 2)), 8, noise="learned")
+
+    model, own = (
+        make(),
+        {f"net.features.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")},
+    )
+    guide = ps.KTiedGuide(model)
+    guide["net.head.weight"].loc.requires_grad_(False)  # of the posterior, so it is written
+    model.net.features[1].running_mean.fill_(2.0)
+    written = []
+    for frozen in (True, False):
+        ps.save(path, model, guide, frozen=frozen)
+        written.append({*load_file(path)})
+    assert written[0] - written[1] == {f"model.{name}" for name in own}
+    same = make()
+    assert_equal_states(ps.load(path, same), guide)
+    assert_equal_states(same, model)
+    trained = make()
+    trained.requires_grad_(True)
+    for other, names in (
+        (make(0.25), "0.weight'"),
+        (trained, "0.weight', .*0.bias', .*1.weight', "),
+    ):
+        before = {name: value.clone() for name, value in other.state_dict().items()}
+        with pytest.raises(
+            ValueError, match=f"was saved, but 'model.net.features.{names}.*these frozen"
+        ):
+            ps.load(path, other)
+        assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
