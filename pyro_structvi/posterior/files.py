@@ -39,6 +39,8 @@ FORMAT = 5
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 LEFT_FOR = 3600.0  # seconds
+# By what describes no guide, as a family without a distribution.
+MALFORMED = AttributeError, KeyError, NotImplementedError, RecursionError, TypeError
 OF_ANY_SHAPE = ("._extra_state", f".{MODEL_SUMS}")  # options of families, and tensors of the model
 MASK = "_factor_mask"  # of pruned inducing weights
 
@@ -282,17 +284,18 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        header: dict[str, Any] = dict(json.loads(metadata[KEY]))
-        number = header["format"]
-        for key in ("model", "left_out") if number == FORMAT else ():
-            header[key] = dict(header[key])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        header: dict[str, Any] = dict(json.loads(metadata[KEY], parse_constant=str))
+        number, versions = header["format"], dict(header["versions"])
+        if number == FORMAT:
+            header["left_out"] = dict(header["left_out"])
+            header["model"] = {path: dict(part) for path, part in dict(header["model"]).items()}
+    except (SafetensorError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"`path` must be a file of `pyro_structvi.save`, but '{path}' is not. Read checkpoints and "
             "files of `torch.save` by `torch.load`."
         ) from error
     if number != FORMAT:
-        wrote = header.get("versions", {}).get(PACKAGES[0], "another version")
+        wrote = versions.get(PACKAGES[0], "another version")
         raise ValueError(
             f"`path` must be a file of format {FORMAT}, but '{path}' has format {number}, by "
             f"{PACKAGES[0]} {wrote}. Read it with that version."
@@ -340,7 +343,8 @@ def parts_of(model: Any) -> Parts:
             own[f"prior of {attribute}"] = _kind_of_prior(prior)
         if own:
             parts[path] = own
-    found: Parts = json.loads(json.dumps(parts, default=brief))  # lists in place of tuples
+    # Lists in place of tuples, and names in place of NaN, which equals none.
+    found: Parts = json.loads(json.dumps(parts, default=brief), parse_constant=str)
     return found
 
 
@@ -413,19 +417,23 @@ def _read_guide(
                 return _make_guide(name, model, options)
             case {"family": str(name), "options": dict(options)}:
                 return _make_family(name, options)
-        # Options, or patterns: JSON has lists in place of tuples.
-        return {key: tuple(own) if isinstance(own, list) else own for key, own in value.items()}
+        return {key: _in_tuples(own) for key, own in value.items()}  # options, or patterns
 
     try:
         guide = json.loads(header["guide"], object_hook=decode)
         guide.site_names  # noqa: B018
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (*MALFORMED, json.JSONDecodeError) as error:
         raise ValueError(
             f"`path` must be a file of `pyro_structvi.save`, but its header describes no guide ({error})"
             ". Make the guide and pass it as `guide=`."
         ) from error
     own: StructuredGuide = guide
     return own
+
+
+def _in_tuples(value: Any) -> Any:
+    """Return a value of JSON with tuples in place of lists."""
+    return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
 
 
 def _make_guide(name: str, model: Any, options: dict[str, Any]) -> StructuredGuide:

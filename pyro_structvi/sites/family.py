@@ -202,7 +202,8 @@ def _read(key: str, value: Any) -> dict[str, Any]:
     """Read the result of :func:`as_tensor`, also as floats after arithmetic on a state dict."""
     try:
         codes = value.double().round().to(torch.uint8).tolist()
-        options: dict[str, Any] = dict(json.loads(bytes(codes)))
+        # By name, since NaN equals none.
+        options: dict[str, Any] = dict(json.loads(bytes(codes), parse_constant=str))
     except (AttributeError, TypeError, ValueError) as error:
         raise RuntimeError(
             f"`state_dict['{key}']` must be the options of a family as `guide.state_dict()` has them, "

@@ -184,10 +184,11 @@ class Mine(MeanField):
 
 
 def test_options_of_a_family_of_the_users_own():
-    options = {"table": torch.tensor([1.0, 2.0]), "names": ("a", (1, True)), "function": len}
+    nan = float("nan")
+    options = {"table": torch.tensor([1.0, nan]), "names": ("a", (1, True), nan), "function": len}
     guide = make(Mine(**options))
     guide.load_state_dict(make(Mine(**options)).state_dict())
-    for name, value in {"table": torch.zeros(2), "names": ("a", (2, True))}.items():
+    for name, value in {"table": torch.zeros(2), "names": ("a", (1, True), 0.0)}.items():
         with pytest.raises(RuntimeError, match=f"{name}.* = .* instead of"):
             guide.load_state_dict(make(Mine(**options | {name: value})).state_dict())
 

@@ -2,13 +2,16 @@
 
 import functools
 import importlib.metadata
+import json
 import os
 import pickle
+from dataclasses import dataclass
 from stat import S_IMODE
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import pyro_structvi as ps
@@ -225,3 +228,56 @@ def test_frozen_parameters_beside_a_random_net_are_left_out(path, kind):
         ):
             ps.load(path, other)
         assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+
+
+@dataclass(frozen=True)
+class Blocks(ps.MeanField):
+    blocks: tuple = ((0, 2), (2, (3, "end")))
+    limit: float = float("nan")
+
+
+def test_nested_options_of_a_users_family_are_tuples(path):
+    model = make_model()
+    guide = ps.StructuredGuide(model, {"*": Blocks()})
+    ps.save(path, model, guide)
+    assert ps.load(path, make_model()).families["*"].blocks == Blocks().blocks
+    assert ps.load(path, model, guide) is guide
+
+
+def test_a_setting_that_is_nan_is_that_of_the_file(path):
+    def make():
+        net = nn.Sequential(nn.Linear(3, 2), nn.Threshold(float("nan"), float("inf")))
+        return ps.Regressor(ps.bayesianize(net), 8, noise=0.1)
+
+    model = make()
+    ps.save(path, model, ps.MeanFieldGuide(model))
+    ps.load(path, make())
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header | {"versions": [1], "format": 4},
+        lambda header: header | {"model": {"net": 3}},
+        lambda header: header | {"model": {"net": [[1]]}},
+        lambda header: header | {"left_out": [1]},
+        lambda header: header | {"guide": DEEP},
+        lambda header: header | {"guide": {"a": 1}},
+        lambda header: header | {"guide": header["guide"].replace('KTied"', 'MatrixFamily"')},
+        lambda header: header | {"guide": header["guide"].replace('"rank": 2', '"rank": []')},
+    ],
+)
+def test_a_header_of_another_form_is_refused(path, change):
+    save_posterior(path, 1)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["pyro_structvi"])
+    tensors = load_file(path)
+    for text in (json.dumps(change(header)), DEEP):
+        save_file(tensors, path, {"pyro_structvi": text})
+        with pytest.raises(
+            ValueError, match=r"`path` must be a file of `pyro|`rank` must|unknown here"
+        ):
+            ps.load(path, make_model())
