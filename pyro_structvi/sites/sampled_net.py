@@ -136,8 +136,8 @@ class SampledFunctions(nn.Module):
     """S functions of one net, each with a sample of all weights, in one pass of ``vmap``.
 
     The weights are buffers, so the module moves between devices and has a state dict. It is
-    differentiable in its inputs, and ``torch.export`` takes it as one graph: of any batch size for
-    linear layers, convolutions and activations, and of one size for other layers. Frozen parameters and
+    differentiable in its inputs, and ``torch.export`` takes it as one graph: of one batch size for nets
+    with embeddings, pooling or normalization, and of any size for others. Frozen parameters and
     buffers are kept once, and layers before the first sampled weight run once for all functions.
 
     Args:
@@ -170,6 +170,7 @@ class SampledFunctions(nn.Module):
         }
         for name, value in {**stacked, **shared}.items():
             self.register_buffer(module_key(name), value.detach())
+        self.eval()  # as the nets are
 
     def __len__(self) -> int:
         return len(self.get_buffer(module_key(self._stacked[0])))

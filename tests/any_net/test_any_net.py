@@ -187,7 +187,8 @@ def test_a_file_takes_any_batch(tmp_path):
     functions, x = ps.MeanFieldGuide(model).sample_functions(3), torch.randn(7, 3)
     shapes = {"args": ({0: torch.export.Dim("batch")},)}
     path = tmp_path / "functions.onnx"
-    torch.onnx.export(functions, (x,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    exported = torch.export.export(functions, (x,), dynamic_shapes=shapes)
+    torch.onnx.export(exported, (x,), path, dynamo=True, verbose=False)
     session = runtime.InferenceSession(path)
     for rows in (x, x[:2]):
         (found,) = session.run(None, {session.get_inputs()[0].name: rows.numpy()})

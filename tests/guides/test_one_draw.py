@@ -349,10 +349,21 @@ def test_functions_of_a_shared_layer_are_the_same_in_each_call():
 
 def test_it_is_exported_as_one_graph_for_any_batch():
     functions, x = ps.KTiedGuide(make_regressor(8)).sample_functions(3), torch.randn(7, 3)
+    assert not functions.training  # of which exports of torch warn
     batch = torch.export.Dim("batch")
     exported = torch.export.export(functions, (x,), dynamic_shapes={"args": ({0: batch},)})
     for rows in (x, torch.randn(4, 3)):
         torch.testing.assert_close(exported.module()(rows), functions(rows), rtol=1e-12, atol=1e-14)
+
+
+def test_graphs_of_one_size_are_refused_where_another_is_asked_for():
+    """By `torch.export.export`; `torch.onnx.export` raises nothing of a module."""
+    layers, x = [nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)], torch.randn(7, 3)
+    net = ps.bayesianize(nn.Sequential(*layers), normalization=False)
+    functions = ps.MeanFieldGuide(ps.Classifier(net, num_data=10)).sample_functions(3)
+    shapes = {"args": ({0: torch.export.Dim("batch")},)}
+    with pytest.raises(Exception, match=r"marked batch as dynamic but"):
+        torch.export.export(functions, (x,), dynamic_shapes=shapes)
 
 
 def test_nets_without_functions_are_refused():
