@@ -161,10 +161,12 @@ class LastLayer(OwnParameters):
     ``"bound"`` for classes, and ``predict_moments`` is exact up to quadrature.
 
     Args:
-        features: From inputs to features ``(batch, ..., in)``; trained along with the posterior.
+        features: From inputs to features ``(batch, ..., in)``; trained along with the posterior, and not
+            copied.
         head: The last layer, from features to outputs; it is copied.
         prior: As for :func:`bayesianize`.
-        frozen: Whether the features are in evaluation mode and without gradients.
+        frozen: Whether the features are in evaluation mode and without gradients. The given module
+            itself is put there, also for other nets that use it.
 
     Example:
         >>> import torch

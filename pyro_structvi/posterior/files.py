@@ -55,7 +55,8 @@ def save(
 
     The file has the state dicts of guide and model, and in its header the class of the guide, the
     families of sites with their options, the classes and options of the model's modules, the kinds of
-    its priors, and the versions of packages. A file that exists is replaced in one step.
+    its priors, and the versions of packages. A file that exists is replaced in one step. All parameters
+    of a loaded guide require gradients, since the file does not tell which ones did.
 
     Args:
         path: The path of the file.
