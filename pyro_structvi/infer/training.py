@@ -325,9 +325,8 @@ def initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         with torch.no_grad():
             guide(*args, **kwargs)
         for parameter in guide.parameters():
-            if has_overlap(
-                parameter
-            ):  # Pyro's start at expanded values, with `module_local_params`
+            # Pyro's guides start at expanded values under `module_local_params`.
+            if has_overlap(parameter):
                 parameter.data = parameter.data.clone()
 
 

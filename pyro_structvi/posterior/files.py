@@ -39,7 +39,7 @@ FORMAT = 5
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 LEFT_FOR = 3600.0  # seconds
-# By what describes no guide, as a family without a distribution.
+# Errors of a header that describes no guide.
 MALFORMED = AttributeError, KeyError, NotImplementedError, RecursionError, TypeError
 OF_ANY_SHAPE = ("._extra_state", f".{MODEL_SUMS}")  # options of families, and tensors of the model
 MASK = "_factor_mask"  # of pruned inducing weights
@@ -344,7 +344,7 @@ def parts_of(model: Any) -> Parts:
             own[f"prior of {attribute}"] = _kind_of_prior(prior)
         if own:
             parts[path] = own
-    # Lists in place of tuples, and names in place of NaN, which equals none.
+    # Lists in place of tuples, and names in place of NaN, which does not equal itself.
     found: Parts = json.loads(json.dumps(parts, default=brief), parse_constant=str)
     return found
 

@@ -128,9 +128,8 @@ def warn_of_local_latents(kept: Sequence[str], new: Sequence[str]) -> None:
 
 
 MODEL_SUMS = "model_sums"
-CHANGED = torch.finfo(
-    torch.float16
-).eps  # of a tensor's norm; a state may have been float16 on its way
+# Of a tensor's norm; a state may have been float16 on its way.
+CHANGED = torch.finfo(torch.float16).eps
 BLOCK = 2**16  # elements, of which a copy in double precision is made at a time
 NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
 
@@ -355,16 +354,14 @@ def _weighted_sum(value: Tensor) -> Tensor:
     flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten()
     weights = _weights(min(BLOCK, len(flat)), flat.device)
     total, squares = torch.zeros(2, dtype=torch.float64, device=flat.device)
-    for factor, part in zip(
-        _weights(len(flat) // BLOCK + 1, "cpu"), flat.split(BLOCK), strict=False
-    ):
+    factors = _weights(len(flat) // BLOCK + 1, "cpu").tolist()
+    for factor, part in zip(factors, flat.split(BLOCK), strict=False):
         part = part.double().nan_to_num(1.0, 2.0, -2.0)
-        total = total + float(factor) * (part @ weights[: len(part)])
+        total = total + factor * (part @ weights[: len(part)])
         squares = squares + part.square().sum()
     rounding = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
-    error = (
-        max(CHANGED, rounding) * squares.sqrt() + rounding * total.abs()
-    )  # of equal elements, too
+    # Roundings of equal elements add up in the sum.
+    error = max(CHANGED, rounding) * squares.sqrt() + rounding * total.abs()
     return torch.stack([total, error])
 
 

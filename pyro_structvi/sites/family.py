@@ -202,7 +202,7 @@ def _read(key: str, value: Any) -> dict[str, Any]:
     """Read the result of :func:`as_tensor`, also as floats after arithmetic on a state dict."""
     try:
         codes = value.double().round().to(torch.uint8).tolist()
-        # By name, since NaN equals none.
+        # NaN by its name, since it does not equal itself.
         options: dict[str, Any] = dict(json.loads(bytes(codes), parse_constant=str))
     except (AttributeError, TypeError, ValueError) as error:
         raise RuntimeError(
