@@ -68,7 +68,7 @@ def bayesianize(
     The given net does not change. Its weights are shared as initial means of a guide, and its frozen
     parameters as buffers: a large frozen base takes its memory once, and loading a state dict writes
     into it. A weight shared by several modules becomes one site. Priors are buffers. An embedding with a
-    ``padding_idx`` keeps that row, unless another module shares its weight.
+    ``padding_idx`` looks up that row as it is, unless another module shares its weight.
 
     Args:
         net: Any module; the result of ``torch.compile`` is unwrapped.

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_structvi._torch import remove_hooks
+from pyro_structvi.weights.lazy import WeightPlaceholder
+
 ROW = "padding_row"
 
 
@@ -14,12 +17,14 @@ def keep_padding_rows(net: nn.Module, sampled: Container[int]) -> None:
     """Let embeddings of a net look up padding as it is, before their weights are sampled.
 
     Draws would be noise of the prior, because a lookup of padding has no gradient. A weight of several
-    modules is left out: another use of it informs the row.
+    modules is left out: another use of it informs the row. A net of ``to_net`` may have its row already.
     """
     modules = [*net.modules()]
     owners = Counter(id(own) for each in modules for own in each.parameters(recurse=False))
     for module in modules:
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        if not isinstance(module, nn.Embedding) or has_padding_row(module):
+            continue
+        if module.padding_idx is not None:
             weight = module.weight
             if id(weight) in sampled and owners[id(weight)] == 1:
                 module.register_buffer(ROW, weight.detach()[module.padding_idx].clone())
@@ -28,6 +33,8 @@ def keep_padding_rows(net: nn.Module, sampled: Container[int]) -> None:
 
 def put_padding(module: Any, args: Any, kwargs: Any, outputs: Tensor) -> Tensor:
     """Put the row of padding into the outputs of an embedding: a hook."""
+    if isinstance(module.weight, WeightPlaceholder):
+        module.weight.note_lookup()
     index = args[0] if args else kwargs["input"]
     is_padding = (index == module.padding_idx).unsqueeze(-1)
     return torch.where(is_padding, getattr(module, ROW), outputs)
@@ -40,6 +47,7 @@ def has_padding_row(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def write_padding_row(module: Any, parameters: Mapping[str, Tensor]) -> None:
-    """Write the row of padding into a plain embedding's own weight."""
-    if has_padding_row(module):
-        parameters["weight"][module.padding_idx] = module.get_buffer(ROW)
+    """Write the row of padding into a plain embedding's own weight, and look it up there."""
+    parameters["weight"][module.padding_idx] = module.get_buffer(ROW)
+    remove_hooks(module, (put_padding,))
+    delattr(module, ROW)

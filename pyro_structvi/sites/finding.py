@@ -179,6 +179,7 @@ def find_sites_by_running(
     for name, found in recorder.found.items():
         use, counted, examples = found.use, recorder.counted[name], recorder.num_examples
         use.has_unknown_rows = bool(examples and counted.num_examples - examples)
+        use.is_read = use.count != counted.num_lookups
         use.is_uncompared = counted.num_examples == {1} or not recorder.has_observation
         use.has_other_rows = use.has_unknown_rows or counted.is_indexed
         # Another pass may use unused sites in a checkpoint as well.
@@ -227,10 +228,11 @@ class CountedWeight(WeightPlaceholder):
     _counts: Counter[int | None]
     num_examples: set[int]
     is_indexed: bool
+    num_lookups: int
 
     def __new__(cls, value: Tensor, use: SiteUse) -> Self:
         use.count = 0
-        own = {"_counts": Counter(), "num_examples": set(), "is_indexed": False}
+        own = {"_counts": Counter(), "num_examples": set(), "is_indexed": False, "num_lookups": 0}
         return cls._make(value, value.shape, use, _value=value, **own)
 
     def draw(self) -> Tensor:
@@ -240,6 +242,9 @@ class CountedWeight(WeightPlaceholder):
     def materialize(self) -> Tensor:
         self.use.eager_reason = "a reader of `parameters()`"
         return self.draw()
+
+    def note_lookup(self) -> None:
+        self.num_lookups += 1
 
     def item_of_stack(self, index: int) -> WeightPlaceholder:
         return _CountedItem(self, index)

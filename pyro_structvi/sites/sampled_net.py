@@ -13,12 +13,12 @@ from pyro_structvi._checks import Count, brief, checked, shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module, unwrapped
 from pyro_structvi._torch import compute_by_hooks, map_draws, own_tensors, remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
-from pyro_structvi.nn.padding import ROW, has_padding_row, put_padding, write_padding_row
+from pyro_structvi.nn.padding import has_padding_row, write_padding_row
 from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
 from pyro_structvi.nn.random_module import PASS_HOOKS, RandomModule, frozen_names, keep_priors_only
 from pyro_structvi.sites.finding import in_evaluation
 from pyro_structvi.sites.site_posterior import module_key, stack_draws
-from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.site_role import SiteRole, SiteUse
 
 
 @checked
@@ -27,7 +27,8 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
 
     They are values by site, as from :meth:`draw`; medians when None. Layers of :class:`RankOne` and
     :class:`WalshHadamard` keep their class, with their factors as parameters. The net of a model with
-    ``standardize`` has inputs and outputs in standard units.
+    ``standardize`` has inputs and outputs in standard units. An embedding has its row for padding in its
+    weight; in a buffer ``padding_row`` if the net reads that weight itself, too, or has not run yet.
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.
@@ -64,6 +65,8 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     made: dict[Any, nn.Parameter] = {}
     parameters = [(module, _parameters_of(module, made, values)) for module in copied.modules()]
     for module, own in parameters:
+        if has_padding_row(module) and _is_only_looked_up(self.uses, module):
+            write_padding_row(module, own)
         _make_plain(module, own)
     return copied
 
@@ -259,6 +262,12 @@ def _parameters_of(
     return {name: own[name] for name in dict.fromkeys([*order, *own])}
 
 
+def _is_only_looked_up(uses: Mapping[str, SiteUse], embedding: Any) -> bool:
+    """Whether a run has shown that only lookups of an embedding use its weight."""
+    use = uses.get(declared_name(embedding, "weight"))
+    return use is not None and use.count is not None and not use.is_read
+
+
 def _check_value(name: str, value: Tensor | None, shape: Size | None) -> Tensor:
     if value is None or (shape is not None and value.shape != shape):
         expected = "" if shape is None else f" of shape {shape_text(shape)}"
@@ -272,11 +281,9 @@ def _check_value(name: str, value: Tensor | None, shape: Size | None) -> Tensor:
 
 def _make_plain(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Restore the original class of a module, with parameters in place of sites and buffers."""
-    write_padding_row(module, parameters)
-    padding = [ROW] if has_padding_row(module) else []
-    removed = [*_prior_buffers(module), *frozen_names(module), *padding]
+    removed = [*_prior_buffers(module), *frozen_names(module)]
     samples, is_plain = [*declared_samples(module)], "parameter_names" in vars(module)
-    remove_hooks(module, (*PASS_HOOKS, keep_priors_only, put_padding))
+    remove_hooks(module, (*PASS_HOOKS, keep_priors_only))
     for name in _ADDED:
         vars(module).pop(name, None)
     make_plain_module(module)

@@ -57,6 +57,9 @@ class WeightPlaceholder(Tensor):
         """Return the ordinary tensor for a use that torch does not show, as by ``parameters()``."""
         return self.draw()
 
+    def note_lookup(self) -> None:
+        """Note that an embedding has looked up rows here, and has its row of padding elsewhere."""
+
     def sample_outputs(self, call: Call) -> Tensor | None:
         """Evaluate a call without the weight, or return None where it needs the weight."""
         return None

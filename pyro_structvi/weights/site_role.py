@@ -28,6 +28,7 @@ class SiteUse:
             over pairs. All examples then need the same weight.
         is_uncompared: Whether no run has shown if examples interact, since each applied the weight to a
             single example or had no observation. Several examples then need the same weight.
+        is_read: Whether more uses it than lookups by an embedding that has its row of padding elsewhere.
         is_dependent: Whether the prior depends on another site of the same posterior, so that the KL
             needs a joint sample.
     """
@@ -40,6 +41,7 @@ class SiteUse:
     has_unknown_rows: bool = False
     examples_interact: bool = False
     is_uncompared: bool = False
+    is_read: bool = False
     is_dependent: bool = False
 
     def after(self, former: "SiteUse | None") -> "SiteUse":

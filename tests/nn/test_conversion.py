@@ -405,8 +405,47 @@ def test_padding_is_looked_up_as_it_is_and_is_a_row_of_a_plain_net(local_reparam
     assert guide.sample_functions(3)(x)[:, 1].unique(dim=0).shape[0] == 3
 
 
+class DirectHead(Bag):
+    """Classes by the embedding's own weight, past its module, with lookups that keep padding or not."""
+
+    def __init__(self, looks_up):
+        super().__init__()
+        self.looks_up = looks_up
+        del self.head
+
+    def forward(self, tokens):
+        weight = self.embedding.weight
+        if self.looks_up:
+            return F.linear(self.embedding(tokens).sum(1), weight)
+        return F.embedding(tokens, weight).sum(1)
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_plain_net_keeps_a_row_of_padding_for_lookups_alone(looks_up, has_run):
+    model = ps.Classifier(ps.bayesianize(DirectHead(looks_up).double(), prior=1.0), 3)
+    guide = ps.MeanFieldGuide(model, init_scale=0.5)
+    if has_run:
+        guide.initialize(PADDED, torch.tensor([0, 1, 2]))
+    draw = guide.draw()
+    plain = guide.to_net(draw)
+    assert torch.equal(plain.embedding.weight, draw["net.embedding.weight"])
+    again = ps.Classifier(ps.bayesianize(copy.deepcopy(plain), prior=1.0), 3)
+    with guide.sampled(draw):
+        expected = model.net(PADDED)
+    torch.testing.assert_close(plain(PADDED), expected, rtol=0, atol=0)
+    with ps.MeanFieldGuide(again).sampled(draw):
+        torch.testing.assert_close(again.net(PADDED), expected, rtol=0, atol=0)
+    torch.manual_seed(1)
+    draws = guide.joint_posterior().draw_many(range(3))
+    torch.manual_seed(1)
+    functions = guide.sample_functions(3)(PADDED)
+    torch.testing.assert_close(functions, ps.predict(model, draws, PADDED).functions)
+
+
 def test_a_tied_embedding_has_a_posterior_of_its_row_of_padding():
     net = ps.bayesianize(Bag(tied=True), prior=1.0)
     guide = ps.MeanFieldGuide(ps.Classifier(net, 3), init_scale=0.5)
-    with guide.sampled():
+    with guide.sampled() as draw:
         assert (net.embedding(torch.tensor([4])) != 2.0).all()
+        assert torch.equal(guide.to_net(draw)(PADDED), net(PADDED))
