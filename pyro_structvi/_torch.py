@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # operations as they run
 from torch.utils._pytree import tree_flatten as take_apart  # nested arguments, as in torch.func
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -225,6 +226,36 @@ def _belongs_to_pass(value: Any) -> bool:
     return type(value) not in (Tensor, nn.Parameter) or is_left_by_transform(value)
 
 
+def over_draws(run: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
+    """Return a function mapped over stacked draws by vmap, each with separate random numbers."""
+    mapped = without_generators(run)
+    return torch.func.vmap(mapped, in_dims=in_dims, randomness="different")
+
+
+def without_generators(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for vmap that raises an error if it takes numbers of a ``torch.Generator``."""
+
+    def checked(*args: Any) -> Any:
+        with _RefusedGenerators():
+            return run(*args)
+
+    return run if torch.compiler.is_dynamo_compiling() else checked  # which takes no generators
+
+
+class _RefusedGenerators(TorchFunctionMode):
+    """Refuses generators, whose numbers vmap would share out among the draws, whatever their seed."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs and kwargs.get("generator") is not None:
+            raise NotImplementedError(
+                f"`{func.__name__}` has a `generator`, whose numbers would differ between draws under "
+                "`torch.func.vmap`, whatever its seed. Draw them once, and keep them in a buffer."
+            )
+        return func(*args, **(kwargs or {}))
+
+
 def map_draws(
     run: Callable[[dict[str, Tensor]], Tensor],
     draws: dict[str, Tensor],
@@ -233,7 +264,7 @@ def map_draws(
     """Map a function that runs modules over stacked draws by vmap, with separate random numbers."""
     like = next(iter(draws.values()), torch.empty(()))
     with kernels_for_vmap(like), parts_kept(modules):
-        outputs: Tensor = torch.func.vmap(run, randomness="different")(draws)
+        outputs: Tensor = over_draws(run)(draws)
     return outputs
 
 

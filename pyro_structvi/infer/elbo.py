@@ -23,7 +23,7 @@ from pyro_structvi._checks import (
     checked,
     warn_user,
 )
-from pyro_structvi._torch import kernels_for_vmap
+from pyro_structvi._torch import kernels_for_vmap, without_generators
 from pyro_structvi.infer.terms import ELBOTerms, average, expected_terms, terms_of
 from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.sites.finding import modules_of
@@ -235,7 +235,10 @@ class StructuredELBO(ELBO):
         try:
             like = next(guide.parameters(), torch.empty(()))
             with kernels_for_vmap(like), transient_pass(modules_of(model)):
-                return _run_together(run, joint.stacked(count))
+                own = run if guide.runs_together else without_generators(run)
+                terms = _run_together(own, joint.stacked(count))
+            guide.runs_together = True
+            return terms
         except RuntimeError as error:
             # The model says itself what is wrong with one draw, too.
             terms_of(*self._get_trace(model, guide, args, kwargs), self.max_plate_nesting)

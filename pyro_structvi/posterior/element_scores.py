@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._nested import map_nested
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi._torch import kernels_for_vmap
+from pyro_structvi._torch import kernels_for_vmap, over_draws
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.posterior.passes import Values, as_arguments, as_batches
@@ -116,7 +116,7 @@ def laplace_variances(
             drawn = {name: node["value"] for name, node in nodes if name not in values}
             gradient_of = torch.func.grad(partial(log_prob, observed))
             in_dims = (None, 0, *(0 for _ in args))
-            each = torch.func.vmap(gradient_of, in_dims, randomness="different")
+            each = over_draws(gradient_of, in_dims)
             kernels, own_pass = kernels_for_vmap(like), transient_pass(modules_of(model))
             # Under vmap there are no values to validate.
             with pyro.validation_enabled(False), kernels, own_pass:

@@ -198,8 +198,9 @@ class SampledFunctions(nn.Module):
         try:
             return map_draws(output, stacked, self._net[0].modules())
         except (KeyError, RuntimeError) as error:  # also of a net that changes its parts
+            found = str(error).rstrip(".")
             raise RuntimeError(
-                f"The net must run under `torch.func.vmap`, but it failed there: {error}. Call a net "
+                f"The net must run under `torch.func.vmap`, but it failed there: {found}. Call a net "
                 "for each sample, `guide.to_net(guide.draw())`, unless the arguments are wrong."
             ) from error
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pyro_structvi._pyro import inside_plate
-from pyro_structvi._torch import inside_transform, is_recording
+from pyro_structvi._torch import inside_transform, is_recording, over_draws
 from pyro_structvi.nn.random_module import transient_pass
 from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
@@ -460,7 +460,7 @@ def in_one_pass(
         warnings.filterwarnings("ignore", "There is a performance drop")
         try:
             with transient_pass(modules):
-                results: T = torch.func.vmap(run, randomness="different")(values)
+                results: T = over_draws(run)(values)
         except Exception:
             return None
     return results

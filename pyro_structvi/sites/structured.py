@@ -92,6 +92,8 @@ class StructuredGuide(OwningAutoGuide):
         KTied(rank=2)
     """
 
+    runs_together = False  # whether several draws of the model have run in one pass
+
     @checked
     def __init__(
         self,

@@ -409,6 +409,38 @@ def test_a_net_that_vmap_leaves_halfway_is_put_back():
     assert ps.diagnostics.pareto_k(model, guide, x, y, num_samples=100).elbo < 0
 
 
+class RandomFeatures(nn.Linear):
+    """Has random features, by a generator with the same seed in each call."""
+
+    def forward(self, x):
+        frequencies = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
+        return super().forward((x @ frequencies).cos())
+
+
+def test_a_net_with_a_generator_has_its_numbers_in_every_draw():
+    model, (x, y) = regressor_of(RandomFeatures(3, 1)), regression_data()
+    guide = ps.MeanFieldGuide(model, init_scale=0.5)
+    draws = draws_of(guide, 4)
+    each = [{name: value[i] for name, value in draws.items()} for i in range(4)]
+    expected = torch.stack([guide.to_net(draw)(x) for draw in each])
+    for max_memory in (1.0, ONE_BY_ONE):
+        found = ps.predict(model, draws, x, max_memory=max_memory).functions
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    several = {"num_particles": 2, "vectorize_particles": True}
+    for use in (
+        lambda: guide.sample_functions(2)(x),
+        lambda: ps.StructuredELBO(**several).loss(model, guide, x, y),
+        lambda: ps.StructuredELBO().loss(model, ps.EnsembleGuide(model, 2), x, y),
+        lambda: pyro.infer.Trace_ELBO(**several).loss(model, guide, x, y),
+        lambda: ps.element_scores.laplace_variances(model, guide, x),
+    ):
+        with pytest.raises(RuntimeError, match=r"`randn` has a `generator`.*keep them in a buffer"):
+            use()
+    alone = ps.EnsembleGuide(model, 2, vectorize=False)
+    losses = [ps.StructuredELBO().loss(model, own, x, y) for own in (alone, *alone.members)]
+    assert losses[0] == pytest.approx(sum(losses[1:]) / 2, rel=1e-12)
+
+
 class Binding(nn.Linear):
     """Sets an attribute, or a buffer, to its outputs, and puts them into a list or a dictionary."""
 
