@@ -59,6 +59,12 @@ class Arrangement:
         )
 
     @property
+    def is_of_vectors(self) -> bool:
+        """Whether it is the identity for a stack of vectors, each a weight with one output."""
+        has_one = len(self.shape) == self.stack + 2 and self.shape[self.stack] == 1
+        return self.stack > 0 and has_one and self.dims == (*range(self.stack + 1),)
+
+    @property
     def event_dim(self) -> int:
         return len(self.shape) - self.stack
 

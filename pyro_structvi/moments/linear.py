@@ -153,6 +153,14 @@ def linear_moments(application: Application) -> RandomTensor:
     """
     linear_map, x, weight, bias, arrangement = application
     settings = settings_of(x, weight, bias)
+    is_stack = arrangement is not None and arrangement.stack > 0  # whose rows are no examples
+    if (
+        arrangement is not None
+        and arrangement.is_of_vectors
+        and not isinstance(weight, RandomWeight)
+    ):
+        products: RandomTensor = (x * weight).sum(-1, keepdim=True)  # whose covariances are known
+        return products
     both = isinstance(weight, RandomWeight) and isinstance(bias, RandomWeight)
     is_joint = both and weight.part == "weight" and bias.distribution is weight.distribution
     if arrangement is not None and is_joint:
@@ -176,7 +184,7 @@ def linear_moments(application: Application) -> RandomTensor:
     q, matrix, factor = _applied(application, is_joint, v is not None)
     loc = (BiasColumnMap(linear_map) if is_joint else linear_map)(m, matrix, bias_mean)
 
-    has_covariance = linear_map.is_dense and loc.dim() == 2
+    has_covariance = linear_map.is_dense and loc.dim() == 2 and not is_stack
     if settings.full_covariance and has_covariance:
         of_bias = None if bias_variance is None else covariance_of(bias)
         covariance = total(_covariance(x, q, matrix, is_joint), of_bias)

@@ -154,6 +154,45 @@ def test_a_stack_of_weights_has_independent_elements():
     assert_exact(found, torch.bmm, part_of(x), part)
 
 
+def sums_of_scaled(a, h):
+    return (a.unsqueeze(-1) * h).sum(1)
+
+
+def sums_of_products(a, h):
+    return (a * h).sum(-1)
+
+
+STACKS = (
+    (lambda a, h: torch.einsum("be,beo->bo", a, h), sums_of_scaled, (3, 2), (3, 2, 4)),
+    (lambda a, h: torch.bmm(a.unsqueeze(1), h).squeeze(1), sums_of_scaled, (3, 2), (3, 2, 4)),
+    (lambda a, h: torch.einsum("boi,bi->bo", h, a), sums_of_products, (2, 1, 2), (2, 2, 2)),
+    (lambda a, h: torch.einsum("bei,bei->be", a, h), sums_of_products, (3, 2, 4), (3, 2, 4)),
+    (lambda a, h: torch.einsum("bi,bi->b", a, h), sums_of_products, (3, 2), (3, 2)),
+)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["diagonal", "full"])
+@pytest.mark.parametrize("number", range(len(STACKS)))
+def test_a_product_of_an_example_and_its_own_weights_is_a_sum_of_products(number, full):
+    """With the covariances of vectors, so that it is exact for these."""
+    function, by_sums, *shapes = STACKS[number]
+    a, h = (
+        random_input(*shape, full=full)
+        if len(shape) == 2
+        else RandomTensor(torch.randn(shape), torch.rand(shape), Settings(full))
+        for shape in shapes
+    )
+    for first in (a, torch.randn(shapes[0])):
+        given = first.squeeze(1) if number == 2 else first
+        found, expected = function(given, h), by_sums(first, h)
+        torch.testing.assert_close(found.loc, expected.loc, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(found.variance, expected.variance, rtol=1e-13, atol=1e-13)
+    if shapes == [(3, 2), (3, 2)]:
+        plain = function(a, h)
+        plain = RandomTensor(plain.loc, plain.variance, Settings())
+        assert_exact(plain, function, part_of(a), part_of(h))
+
+
 def test_a_large_weight_in_another_order_is_refused(monkeypatch):
     """Unless the structure survives it, or it is transposed twice."""
     monkeypatch.setattr(linear_module, "LARGEST", 5)
