@@ -168,6 +168,8 @@ def _with_base(kind: Any, base: Any) -> Any:
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_plain_class": kind}
     own |= {name: base._refuse for name in base._refused if hasattr(kind, name)}
     own["__reduce__"] = _reduce
+    if kind.__getstate__ is not nn.Module.__getstate__:  # as of recurrent layers
+        own["__getstate__"] = _state
     if hasattr(kind, "__deepcopy__"):
         own["__deepcopy__"] = _deepcopy
     if getattr(kind, "__getitem__", None) in _SLICED:
@@ -194,6 +196,13 @@ def _item(self: Any, index: Any) -> Any:
 def _reduce(self: PyroModule) -> tuple[Any, ...]:
     """Return how a module of a mixed class is copied and pickled."""
     return _new_module, (plain_class(self), type(self).__bases__[-1]), self.__getstate__()
+
+
+def _state(self: PyroModule) -> dict[str, Any]:
+    """Return the state that a class with its own way of copying has, as the base changes it."""
+    base: Any = type(self).__bases__[-1]
+    found: dict[str, Any] = base._state_of_copy(self, partial(plain_class(self).__getstate__, self))
+    return found
 
 
 def _deepcopy(self: PyroModule, memo: dict[int, Any]) -> Any:

@@ -32,6 +32,7 @@ from pyro_structvi._torch import (
     take_apart,
     without_storage,
 )
+from pyro_structvi.weights.lazy import WeightPlaceholder
 from pyro_structvi.weights.torch_distributions import example_of
 
 _DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
@@ -159,14 +160,28 @@ class RandomModule(OwnParameters):
             draw()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, without caches of passes."""
-        values = values_of_pass(self)
-        if isinstance(values, _PassValues):
-            values.effects.undo()
-        super().__getstate__()
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        computed = {name: value.detach() for name, value in tensors.items() if not value.is_leaf}
-        return vars(self) | computed
+        """Return the state of a copy."""
+        return self._state_of_copy(super().__getstate__)
+
+    def _state_of_copy(self, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return a state without caches of passes, with leaves in place of computed tensors.
+
+        Hooks and recurrent layers keep computed weights, also in lists, and torch copies leaves only.
+        """
+        _forget_caches([self])
+        return {name: _as_leaves(value) for name, value in state_of().items()}
+
+
+def _as_leaves(value: Any) -> Any:
+    """Return a computed tensor as a leaf, also in a list; any other value is unchanged."""
+    if type(value) is list and any(map(_is_computed, value)):
+        return [*map(_as_leaves, value)]
+    return value.detach() if _is_computed(value) else value
+
+
+def _is_computed(value: Any) -> bool:
+    stands_for_values = isinstance(value, (UnsampledParameter, WeightPlaceholder))
+    return isinstance(value, Tensor) and not stands_for_values and not value.is_leaf
 
 
 def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """Weights that are computed from parameters: by ``parametrize``, or by hooks as in pruning."""
 
 import copy
+import pickle
 
 import pyro.poutine as poutine
 import pytest
@@ -113,6 +114,26 @@ def test_recurrent_layers(name, runs_before):
     own = {name.removeprefix("net."): value for name, value in values.items()}
     outputs = poutine.condition(model, values)(data[0])
     torch.testing.assert_close(outputs, functional_call(net, own, (data[0],)))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("change", [hooked_weight_norm, half, lambda layer, name: layer])
+def test_copies_of_recurrent_layers_after_a_fit(kind, change):
+    """These have a way of copying of their own, and list the weights that hooks compute."""
+    net = Recurrent(kind)
+    change(net.layer, "weight_hh_l0")
+    model, (x, y) = classifier(net, *sequences())
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    ps.fit(model, guide, (x, y), num_steps=2, progress=False)
+    draw = guide.draw()
+    with guide.sampled(draw):
+        expected = model.net(x)
+        copied = copy.deepcopy(model)
+    assert torch.equal(guide.to_net(draw)(x), expected)
+    for other in (copied, pickle.loads(pickle.dumps(model))):
+        with guide.sampled(draw):
+            assert torch.equal(other.net(x), expected)
+    assert len(guide.sample_functions(2)) == 2
 
 
 # ---- refused -------------------------------------------------------------------------------------
