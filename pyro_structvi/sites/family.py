@@ -3,6 +3,9 @@
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from functools import partial
+from inspect import ismethod
 from typing import Annotated, Any, ClassVar, TypedDict
 
 import torch
@@ -158,11 +161,32 @@ MOST_NAMED = 5
 
 def as_tensor(family: Family) -> Tensor:
     """Return the options of a family as the bytes of a JSON text, since a state dict holds tensors."""
-    text = json.dumps(
-        _options_of(family),
-        default=lambda value: value.tolist() if hasattr(value, "tolist") else type(value).__name__,
+    parts = (
+        f"{json.dumps(name)}: {json.dumps(value, default=partial(_identity_of, family, name))}"
+        for name, value in _options_of(family).items()
     )
+    text = f"{{{', '.join(parts)}}}"
     return torch.tensor([*text.encode()], dtype=torch.uint8, device="cpu")
+
+
+def _identity_of(family: Family, name: str, value: Any) -> Any:
+    """Return what tells an option from others, also in another process."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    owner = type(value) if isinstance(value, Enum) else value
+    text = repr(value)
+    if hasattr(owner, "__qualname__") and not ismethod(owner):  # a class or a function
+        text = f"{owner.__module__}.{owner.__qualname__}"
+        text += f".{value.name}" if isinstance(value, Enum) else ""
+    if any(part in text for part in (" at 0x", "<lambda>", "<locals>")):
+        raise TypeError(
+            f"`{name}` of {type(family).__name__} must be told from other values by its name or `repr`, "
+            f"as in a state dict, but got {text}. Define functions and classes by name in a module, and "
+            "give the class of an object a `__repr__`."
+        )
+    return text
 
 
 def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

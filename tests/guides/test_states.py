@@ -3,6 +3,7 @@
 import copy
 import io
 from dataclasses import dataclass
+from enum import Enum
 
 import pyro
 import pyro.poutine as poutine
@@ -183,6 +184,11 @@ class Mine(MeanField):
     function: object = None
 
 
+class Link(Enum):
+    EXP = 1
+    SOFTPLUS = 2
+
+
 def test_options_of_a_family_of_the_users_own():
     nan = float("nan")
     options = {"table": torch.tensor([1.0, nan]), "names": ("a", (1, True), nan), "function": len}
@@ -191,6 +197,33 @@ def test_options_of_a_family_of_the_users_own():
     for name, value in {"table": torch.zeros(2), "names": ("a", (1, True), 0.0)}.items():
         with pytest.raises(RuntimeError, match=f"{name}.* = .* instead of"):
             guide.load_state_dict(make(Mine(**options | {name: value})).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [
+        (Link.EXP, Link.SOFTPLUS),
+        (len, abs),
+        (torch.exp, torch.nn.functional.softplus),
+        (nn.Tanh, nn.ReLU),
+        (torch.float32, torch.float64),
+        (frozenset("ab"), frozenset("abc")),
+        (frozenset([Link.EXP, len]), frozenset([Link.EXP, abs])),
+        (nn.Softplus(2.0), nn.Softplus(1.0)),
+    ],
+)
+def test_options_that_json_does_not_hold_are_compared(option, other):
+    guide, state = make(Mine(function=option)), make(Mine(function=copy.copy(option))).state_dict()
+    guide.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"function = .* instead of"):
+        make(Mine(function=other)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("option", [lambda: 1, object(), (object(),)])
+def test_an_option_without_an_identity_is_named(option, tmp_path):
+    for use in (lambda g: g.state_dict(), lambda g: ps.save(tmp_path / "file", g.model, g)):
+        with pytest.raises(TypeError, match=r"`function` of Mine must be told from other values"):
+            use(make(Mine(function=option)))
 
 
 def load_sharded():
