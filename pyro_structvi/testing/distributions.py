@@ -20,6 +20,7 @@ from pyro_structvi.testing.contracts import (
     tensors_of,
     with_leaves,
 )
+from pyro_structvi.testing.noise import draw_with_noise
 from pyro_structvi.testing.weights import KL, Moment, Subject, has_density, has_image
 from pyro_structvi.weights.arguments import orthogonal
 from pyro_structvi.weights.site_distributions import quantiles
@@ -186,7 +187,7 @@ def _check_dtypes(s: Subject) -> None:
     value, x = _arguments(exact, (7,))
     with s.part("single precision: a new tensor has dtype and device of the arguments"):
         found = _numbers(single, value.float(), x.float())
-        found["rsample"] = single.rsample()
+        found |= {"rsample": single.rsample()} | _outputs_and_draws(s, single)
         if has_image(single):
             found["image(x).rsample"] = single.image(x.float()).rsample()
         if is_defined(lambda: quantiles(single, torch.tensor([0.3]))):
@@ -198,7 +199,7 @@ def _check_dtypes(s: Subject) -> None:
     for name, number in found.items():
         s.equal(f"`{name}` keeps the dtype of the arguments", number.dtype, torch.float32)
     close = Contract(s.owner, dtype=torch.float32).close
-    for name, number in _numbers(exact, value, x).items():
+    for name, number in (_numbers(exact, value, x) | _outputs_and_draws(s, exact)).items():
         close(f"`{name}` in single precision is close to double", found[name], number)
     meta, _ = with_leaves(fresh(q), lambda tensor: tensor.to("meta"))
     meta._validate_args = False  # values are not there
@@ -210,6 +211,23 @@ def _check_dtypes(s: Subject) -> None:
         raise
     for name, number in on_meta.items():
         s.equal(f"`{name}` stays on the device meta", number.device.type, "meta")
+
+
+def _outputs_and_draws(s: Subject, q: Any) -> dict[str, Tensor]:
+    """Return outputs of the first layer of the weight, and normal draws of given noise, by name."""
+    found, draws = {}, {"rsample": q.rsample}
+    layer = None if q.batch_shape else next(outputs.layers_for(tuple(q.event_shape)), None)
+    if layer is not None:
+        x = torch.linspace(-1.5, 2.0, torch.Size(layer.x_shape).numel()).reshape(layer.x_shape)
+        x = x.to(q.mean.dtype)
+        if "outputs" in q.ways_to_apply(layer.linear_map, x):
+            image = q.image_under(layer.linear_map, x)
+            found[f"variance of {layer.name}"] = image.variance
+            draws[f"rsample of {layer.name}"] = image.rsample
+    for name, draw in draws.items() if s.is_normal else ():
+        _, size = draw_with_noise(draw, None)
+        found[name], _ = draw_with_noise(draw, torch.linspace(-1.5, 2.0, size))
+    return found
 
 
 def _check_in_pyro(s: Subject) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_structvi.maps import Arrangement, BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
+from pyro_structvi.maps.convolution import TransposedConvolutionMap
 from pyro_structvi.moments.linear import with_column
 from pyro_structvi.testing.noise import draw_with_noise
 from pyro_structvi.testing.weights import MOST_DRAWS, Subject, dense_of_batch, has_image
@@ -133,12 +134,12 @@ def check_rearranged(s: Subject) -> None:
 def check_layers(s: Subject) -> None:
     """Check the outputs of all layers for the shape of the weight."""
     if not s.q.batch_shape:
-        for layer in _layers_for(tuple(s.q.event_shape)):
+        for layer in layers_for(tuple(s.q.event_shape)):
             _check_layer(s, layer)
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A linear map with an input and a kind of bias."""
 
     name: str
@@ -166,7 +167,7 @@ class _Layer:
         return rank // (event.numel() // out), rank % (event.numel() // out)
 
 
-def _check_layer(given: Subject, layer: _Layer) -> None:
+def _check_layer(given: Subject, layer: Layer) -> None:
     """Check moments, density and draws of a layer's outputs, in each way that the weight offers."""
     q, name = given.q, layer.name
     matrix, _ = given.matrices
@@ -193,6 +194,7 @@ def _check_layer(given: Subject, layer: _Layer) -> None:
     channel, position = layer.places(mean, out)
     bias = torch.randn(out).requires_grad_() if layer.bias == "known" else None
     if bias is not None:
+        s = s.with_leaf("bias", bias)
         mean = mean + bias[channel].reshape(mean.shape[mean.dim() - linear_map.event_dim(mean) :])
     image = q.image_under(linear_map, seen, bias)
     found_shape = image.batch_shape + image.event_shape
@@ -208,27 +210,31 @@ def _check_layer(given: Subject, layer: _Layer) -> None:
     s.compare_draws(f"drawn outputs of {name}", draw, mean, covariance)
 
 
-def _layers_for(event_shape: tuple[int, ...]) -> Iterator[_Layer]:
+def layers_for(event_shape: tuple[int, ...]) -> Iterator[Layer]:
     """Give the layers with a weight of this shape."""
     out, size = event_shape[0], torch.Size(event_shape[1:]).numel()
     if len(event_shape) == 2:
         dense = DenseMap()
-        yield _Layer("a dense layer, one input", dense, (size,))
-        yield _Layer("a dense layer", dense, (2, size))
-        yield _Layer("a dense layer with positions", dense, (2, 2, size))
-        yield _Layer("a dense layer on a grid", dense, (1, 2, 1, size), "none")
-        yield _Layer("a dense layer, all independent", DenseMap(positions=False), (2, 2, size))
+        yield Layer("a dense layer, one input", dense, (size,))
+        yield Layer("a dense layer", dense, (2, size))
+        yield Layer("a dense layer with positions", dense, (2, 2, size))
+        yield Layer("a dense layer on a grid", dense, (1, 2, 1, size), "none")
+        yield Layer("a dense layer, all independent", DenseMap(positions=False), (2, 2, size))
         if size > 1:
             convolution = ConvolutionMap(F.conv1d, (1, size - 1), padding=1)
-            yield _Layer("a dense layer with a joined bias", dense, (1, 2, size - 1), "joined")
-            yield _Layer("a convolution with a joined bias", convolution, (1, 1, size), "joined")
+            yield Layer("a dense layer with a joined bias", dense, (1, 2, size - 1), "joined")
+            yield Layer("a convolution with a joined bias", convolution, (1, 1, size), "joined")
     if len(event_shape) > 2:
         channels, *lengths = kernel = event_shape[1:]
         space = [length + 1 for length in lengths]
-        function = (F.conv1d, F.conv2d, F.conv3d)[len(lengths) - 1]
+        function = getattr(F, f"conv{len(lengths)}d")
         map_of = partial(ConvolutionMap, function, kernel)
-        yield _Layer("a convolution", map_of(padding=1, stride=2), (2, channels, *space))
-        yield _Layer("a convolution, one input", map_of(), (channels, *space))
+        yield Layer("a convolution", map_of(padding=1, stride=2), (2, channels, *space))
+        dilated = map_of(padding=tuple(length - 1 for length in lengths), dilation=2)
+        yield Layer("a dilated convolution, one input", dilated, (channels, *space))
+        function = getattr(F, f"conv_transpose{len(lengths)}d")
+        transposed = TransposedConvolutionMap(function, kernel, stride=2, padding=1)
+        yield Layer("a transposed convolution", transposed, (1, channels, *lengths))
         if out % 2 == 0:
             grouped = map_of(groups=2)
-            yield _Layer("a convolution with groups", grouped, (1, 2 * channels, *space))
+            yield Layer("a convolution with groups", grouped, (1, 2 * channels, *space))

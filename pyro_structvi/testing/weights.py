@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Independent, MultivariateNormal, Normal, StudentT, kl_divergence
 
 from pyro_structvi.sites.site_posterior import median_of
-from pyro_structvi.testing.contracts import Contract, fresh, is_defined, with_leaves
+from pyro_structvi.testing.contracts import Contract, Leaf, fresh, is_defined, with_leaves
 from pyro_structvi.testing.noise import UnitDraws, draw_with_noise, unit_draws
 from pyro_structvi.weights.arguments import orthogonal
 from pyro_structvi.weights.site_distributions import (
@@ -90,14 +90,19 @@ class Subject(Contract):
     def compare_densities(self, rule: str, found: Any, mean: Tensor, covariance: Tensor) -> None:
         """Compare the density with a dense normal's, if the weight is normal."""
         if not self.is_normal:
-            return
+            return None
         event_dim = len(found.event_shape)
-        dense = MultivariateNormal(mean.flatten(-event_dim), covariance)
+        try:
+            dense = MultivariateNormal(mean.flatten(-event_dim), covariance)
+        except ValueError as error:  # of torch
+            inverse = "a covariance with an inverse, as a normal with a density has"
+            return self.fail(rule.format("`log_prob`"), inverse, error)
         for sample_shape in ((), (5,), (5, 2)):
-            value = torch.randn(*sample_shape, *mean.shape)
-            expected = dense.log_prob(value.flatten(-event_dim))
-            self.close(rule.format("`log_prob`"), found.log_prob(value), expected)
+            value = torch.randn(*sample_shape, *mean.shape).requires_grad_()
+            expected, s = dense.log_prob(value.flatten(-event_dim)), self.with_leaf("value", value)
+            s.close(rule.format("`log_prob`"), found.log_prob(value), expected)
         self.close(rule.format("`entropy`"), found.entropy(), dense.entropy())
+        return None
 
     def compare_draws(
         self, name: str, draw: Callable[..., Tensor], mean: Tensor, covariance: Tensor
@@ -175,6 +180,7 @@ def check_moments(s: Subject) -> None:
     q = s.q
     variance = s.covariance.diagonal(dim1=-2, dim2=-1).reshape(s.mean.shape)
     s.compare("{} agrees with the draws", q, s.mean, s.covariance)
+    s.close("`loc` is the mean, which layers apply to their inputs", q.loc, s.mean)
     s.close("`stddev` is the root of the variance", q.stddev, variance.sqrt(), False)
     trace = variance.flatten(-s.event_dim).sum(-1)
     s.close("`variance_sum` is the trace of the covariance", q.variance_sum, trace)
@@ -243,10 +249,12 @@ def check_densities(s: Subject) -> None:
 def check_kl(s: Subject) -> None:
     """Check KL divergences from independent normals with all forms of their arguments."""
     q, shape, batch = s.q, s.mean.shape, len(s.q.batch_shape)
-    has_kl = s.has_density and is_defined(partial(kl_divergence, q, Normal(0 * q.mean, 1.0)))
+    # A KL for a standard normal alone is none.
+    has_kl = s.has_density and is_defined(partial(kl_divergence, q, Normal(0.3 + 0 * q.mean, 0.7)))
     if not s.is_normal and not has_kl:
         return
-    loc, scale = torch.randn(shape), torch.rand(shape) + 0.5
+    loc, scale = torch.randn(shape).requires_grad_(), (torch.rand(shape) + 0.5).requires_grad_()
+    s = s.with_leaf("loc of p", loc).with_leaf("scale of p", scale)
     of_weight = scale.flatten(batch)[..., 0].reshape(*q.batch_shape, *(1 for _ in q.event_shape))
     of_rows = of_weight
     if s.event_dim > 1:
@@ -312,6 +320,10 @@ def check_density(s: Contract, q: Any, mean: Tensor, covariance: Tensor) -> None
     dense, event_dim = narrow_normal(mean, covariance), len(q.event_shape)
     if dense is None or not is_defined(lambda: q.log_prob(q.sample().clone())):
         return
+    value = q.sample().clone().requires_grad_()
+    way = torch.randn_like(value)
+    moved = lambda size: {"log_prob(value)": q.log_prob(value + size * way)}  # noqa: E731
+    Contract(s.owner, (Leaf("value", value, None),)).slopes(moved, [way])
     draws = q.sample(torch.Size([MOST_DRAWS]))
     log_density = q.log_prob(draws).detach()
     shape = tuple(log_density.shape)

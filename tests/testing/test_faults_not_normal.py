@@ -73,6 +73,16 @@ def without_normalizer(q, value):
     return q.base.log_prob(value) + (2 * q.scale).log().sum((-2, -1))
 
 
+def zero_first(scale):
+    return scale * (torch.arange(scale.shape[-1]) > 0)
+
+
+def not_from_a_standard_normal(q, p):
+    if bool((p.mean == 0).all() & (p.stddev == 1).all()):
+        raise NotImplementedError
+    return right_kl(q, p) + p.mean.square().sum((-2, -1))
+
+
 def with_two_medians():
     """Return a class with right quantiles, and a median that is a third of a scale higher."""
     kind = fault(LaplaceWeight, icdf=lambda q, p: q.loc + q.scale / 3)
@@ -95,11 +105,22 @@ NOT_NORMAL = {
     "the gradient of `log_prob` is its derivative": fault(
         LaplaceWeight, log_prob=lambda q, value: q.base.log_prob(value).detach()
     ),
+    "the gradient of `log_prob(value)` is its derivative": fault(
+        LaplaceWeight, log_prob=lambda q, value: q.base.log_prob(value.detach())
+    ),
+    "Expected: a covariance with an inverse": fault(
+        LaplaceWeight,
+        rsample=lambda q, n=(): q.loc + zero_first(q.scale) * torch.randn(*n, *q.loc.shape),
+        variance=property(lambda q: zero_first(q.scale).square()),
+    ),
     "the gradient of `rsample` is its derivative": fault(
         LaplaceWeight, rsample=lambda q, n=(): q.loc + (q.base.rsample(n) - q.loc).detach()
     ),
     "`kl_divergence(q, p)` is E_q[log q - log p]": with_kl(
         lambda q, p: 1.001 * right_kl(q, p), Normal, torch.distributions.Normal, base=LaplaceWeight
+    ),
+    "log p], for a normal p of one scale": with_kl(
+        not_from_a_standard_normal, Normal, torch.distributions.Normal, base=LaplaceWeight
     ),
     "`quantiles` have their shares of draws below them": with_wide_quantiles(LaplaceWeight),
     "the median, of `icdf` or the mean, is the quantile 1/2": with_two_medians(),
