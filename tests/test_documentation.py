@@ -172,6 +172,13 @@ def test_links_between_files_lead_somewhere():
     assert not broken, "\n".join(broken)
 
 
+def test_gotchas_are_in_the_order_of_their_messages():
+    text = FENCED.sub("", (ROOT / "docs/start/gotchas.md").read_text())
+    listed = text.split("## Without a message")[0].replace("`", "").lower()
+    titles = re.findall(r"^### (.+)$", listed, re.MULTILINE)
+    assert titles == sorted(titles)
+
+
 def test_every_page_is_in_the_navigation_and_levels_are_short():
     folder, reached = ROOT / "docs", ["index"]
     for name in reached:

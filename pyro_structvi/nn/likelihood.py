@@ -395,6 +395,7 @@ class BinaryClassifier(Likelihood):
             ``(batch, labels)``.
         num_data: As for :class:`Classifier`.
         output: As for :class:`Classifier`.
+        standardize: As for :class:`Classifier`.
 
     Example:
         >>> from pyro.infer import Predictive

@@ -210,6 +210,7 @@ class PoissonRegressor(Likelihood):
         net: A module with sample sites, from ``(batch, ...)`` to log rates ``(batch, *target)``.
         num_data: As for :class:`~pyro_structvi.Classifier`.
         output: From the return value of the net to the log rates, as for ``Classifier``.
+        standardize: As for ``Classifier``.
 
     Example:
         >>> import torch
