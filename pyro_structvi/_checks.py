@@ -63,7 +63,7 @@ def checked(target: T) -> T:
     def checking(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("validate_args") is False:  # in a training step
             return target(*args, **kwargs)
-        given = dict(zip(positional, args, strict=False), **kwargs) if args else kwargs
+        given = kwargs | dict(zip(positional, args, strict=False)) if args else kwargs
         if asked:
             check("validate_args", given.get("validate_args"), bool | None)
         if not asked or validates(given.get("validate_args")):

@@ -231,7 +231,7 @@ class MemoryEstimate:
 
 @checked
 def estimate_memory(
-    make_guide: Callable[..., Any], model: Program, *args: Any, **options: Any
+    make_guide: Callable[..., Any], model: Program, /, *args: Any, **options: Any
 ) -> MemoryEstimate:
     """Count the parameters of a guide without allocating them.
 

@@ -124,6 +124,12 @@ class Case:
         return inspect.signature(self.function).parameters
 
     @property
+    def unnamed_parameters(self):
+        """Return the names of parameters that are positional alone."""
+        own = self.parameters.items()
+        return [name for name, each in own if each.kind == inspect.Parameter.POSITIONAL_ONLY]
+
+    @property
     def named_parameters(self):
         """Return the parameters that a caller can name."""
         loose = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

@@ -53,7 +53,8 @@ def judge(case, name, value):
     try:
         with limits(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            case.function(**arguments)
+            first = [arguments.pop(name) for name in case.unnamed_parameters]
+            case.function(*first, **arguments)
     except TookTooLong:
         return "hung", ""
     except Exception as error:

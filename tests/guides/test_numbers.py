@@ -148,6 +148,10 @@ def test_estimates_and_reports_have_each_parameter_of_every_structure():
     estimate = ps.estimate_memory(ps.MeanFieldGuide, model)
     assert estimate.training_bytes == 4 * estimate.parameter_bytes  # gradients, Adam's two moments
     members = ps.estimate_memory(ps.MixtureGuide, model, ps.MeanFieldGuide, 3).parameters
+    by_name = ps.estimate_memory(ps.MixtureGuide, model, make_guide=ps.MeanFieldGuide, size=3)
+    assert by_name.parameters == members
+    with pytest.raises(TypeError, match="`make_guide` must be a function"):
+        ps.estimate_memory(3, model, make_guide=ps.MeanFieldGuide)
     assert members == {name: 3 * number for name, number in estimate.parameters.items()}
 
 
