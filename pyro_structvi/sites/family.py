@@ -1,7 +1,7 @@
 """The contract of families, their options in state dicts, and the choice of families for sites."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
@@ -187,6 +187,25 @@ def _identity_of(family: Family, name: str, value: Any) -> Any:
             "give the class of an object a `__repr__`."
         )
     return text
+
+
+def check_start(family: Family, taken: nn.Module, names: Iterable[str]) -> None:
+    """Raise unless options are hashable, and names of parameters no attributes of a module."""
+    try:
+        hash(family)
+    except TypeError as error:
+        options = {each.name: getattr(family, each.name) for each in fields(family)}
+        wrong = [f"`{name}`" for name, value in options.items() if not isinstance(value, Hashable)]
+        raise TypeError(
+            f"{', '.join(wrong) or 'Options'} of {family!r} must be hashable, to find the sites of one "
+            f"family, but got {error}. Write a tuple in place of a list or dict."
+        ) from error
+    for name in names:
+        if hasattr(taken, name):
+            raise ValueError(
+                f"`init` of {family!r} must return tensors under other names than the attributes of a "
+                f"torch module, but one is '{name}'. Write another name, such as '{name}_'."
+            )
 
 
 def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

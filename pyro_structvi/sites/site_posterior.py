@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from pyro_structvi._pyro import inside_plate
 from pyro_structvi._torch import inside_transform, is_recording, over_draws
 from pyro_structvi.nn.random_module import transient_pass
-from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
+from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options, check_start
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.weights.lazy import LazySlice, LazyWeight
 from pyro_structvi.weights.site_distributions import Auxiliary, PointMass, quantiles
@@ -49,6 +49,7 @@ class SitePosterior(nn.Module):
         super().__init__()
         self.family = family
         self.site = site
+        check_start(family, self, parameters)
         self._names = tuple(parameters)
         self._kept: tuple[dict[str, Tensor], TorchDistribution] | None = None
         for name, value in parameters.items():

@@ -43,6 +43,8 @@ def check_family(
 ) -> None:
     """Check that a family obeys the contract of ``Family`` on a weight of a linear layer.
 
+    A family of vectors alone is checked as ``Subnetwork(posterior=family)``.
+
     The checks cover equality, ``repr`` and copies; refused options; the sites that ``fits`` accepts,
     such as filters and positive matrices; the starting values of ``init`` with memory, dtype, device,
     center and ``init_scale``; gradients of all parameters; and state dicts. The density is compared
@@ -115,7 +117,9 @@ def _check_object(contract: Contract, family: Family) -> None:
 
 def _check_sites(contract: Contract, family: Family, shape: torch.Size) -> None:
     fits = family.fits(LatentSite(WEIGHT, shape, len(shape), constraints.real, prior_scale=1.0))
-    contract.equal(f"`fits` accepts a weight of shape {tuple(shape)}", fits, True)
+    shown = f"a weight of shape {tuple(shape)}"
+    rule = f"`fits` accepts {shown}; a family of vectors is checked as `Subnetwork(posterior=...)`"
+    contract.equal(rule, fits, True)
     contract.equal("`needs` says in words which sites fit", isinstance(family.needs, str), True)
     counts = LatentSite("counts", torch.Size([3, 4]), 2, constraints.nonnegative_integer)
     contract.equal("`fits` refuses a discrete site", family.fits(counts), False)

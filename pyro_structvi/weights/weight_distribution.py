@@ -121,6 +121,12 @@ class WeightDistribution(TensorDistribution):
         if validate_args is not False:  # as in a training step
             check("validate_args", validate_args, bool | None)
         if event_dim is None:
+            if not self._arguments:
+                raise ValueError(
+                    "`event_dim` must be the number of dimensions of a weight, but "
+                    f"{type(self).__name__} passes none and annotates no tensor by `Argument`. Pass it to "
+                    "the base class, or annotate the tensors in place of `arg_constraints`."
+                )
             name, argument = next(iter(self._arguments.items()))
             if validates(validate_args):
                 arguments.check_event_dim(parameters, name, argument)
@@ -276,11 +282,16 @@ class GaussianWeight(WeightDistribution):
 
     def scale_noise(self, noise: Tensor) -> Tensor:
         """Return ``A e (..., *event_shape)`` for ``e (*sample_shape, *batch_shape, *noise_shape)``."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no `scale_noise`. Define it, for A e of `loc` + A e."
+        )
 
     def whiten(self, difference: Tensor) -> Tensor:
         """Return the noise ``A^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no `whiten`. Define it, for A^-1 d of a difference d "
+            "from `loc`, or define `mahalanobis`."
+        )
 
     @property
     @abstractmethod

@@ -49,6 +49,18 @@ def test_a_class_without_outputs_draws_its_weights():
         q.image(x)
 
 
+def test_errors_name_what_an_author_leaves_out():
+    size = property(lambda q: q.loc.sum(-1))
+    normal = type("Mine", (GaussianWeight,), {"log_det_covariance": size, "arg_constraints": {}})
+    with pytest.raises(ValueError, match=r"^`event_dim` must be .* but Mine .* `Argument`"):
+        normal({"loc": torch.zeros(2)})
+    q = normal({"loc": torch.zeros(2)}, 1)
+    q.arg_constraints = {"loc": None}
+    for name, call in (("scale_noise", q.rsample), ("whiten", lambda: q.log_prob(q.loc))):
+        with pytest.raises(NotImplementedError, match=f"^Mine has no `{name}`. Define it"):
+            call()
+
+
 def test_a_matrix_has_a_row_for_each_output():
     q = make_mean_field((), (2, 2, 3), torch.float64)
     weight = torch.arange(24.0).reshape(2, 2, 2, 3)

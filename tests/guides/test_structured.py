@@ -5,6 +5,8 @@ import gc
 import math
 import pickle
 import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -61,12 +63,29 @@ class Nowhere(Family):
         return False
 
 
+@dataclass(frozen=True)
+class Named(MeanField):
+    """With an option, and a parameter, of any name."""
+
+    option: Any = None
+    name: str = "half"
+
+    def init(self, site, loc, scale):
+        return {self.name: loc.clone()}
+
+
 def test_wrong_families_and_options_are_refused():
     short = {"init_loc_fn": lambda site: torch.zeros(2)}
     for families, options, message in (
         ({"net.0.*": KTied(2)}, {}, r"weights \['net.2.weight'\].*'net.2.bias'"),
         ({"net.0.bias": KTied(2), "*": MeanField()}, {}, r"KTied\(rank=2\) needs a real weight of"),
         ({"net.0.bias": Nowhere(), "*": MeanField()}, {}, "needs a site that its `fits` accepts"),
+        ({"*": Named()}, {}, r"`init` of Named\(.*\) must return .* but one is 'half'"),
+        (
+            {"*": Named(option={}, name="own")},
+            {},
+            r"^`option` of Named\(.*\) must be hashable.*'dict'. Write",
+        ),
         ({"*": MeanField()}, short, r"shape \(5, 3\) for the site 'net.0.weight', but got \(2,\)"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -105,7 +106,33 @@ def overconfident(model, **options):
     return ps.StructuredGuide(model, {"*": family(distribution=narrow)()}, **options)
 
 
+def of_torch(own, site, *, loc, log_scale):  # with noise that fills tensors in place
+    laplace = dist.Laplace(loc, log_scale.exp(), validate_args=False)
+    return laplace.to_event(len(site.shape))
+
+
+class Branching(MeanFieldNormal):
+    def rsample(self, sample_shape=()):
+        draw = super().rsample(sample_shape)
+        return draw if bool((draw < 100).all()) else -draw
+
+
+def branching(own, site, *, loc, log_scale):
+    return Branching(loc, log_scale.exp(), len(site.shape), validate_args=False)
+
+
+def of_weights(distribution):
+    return lambda model, **options: ps.StructuredGuide(
+        model,
+        {"*.weight": family(distribution=distribution)(), "*": MeanField()},
+        local_reparam=False,
+        **options,
+    )
+
+
 GUIDES = {
+    of_weights(of_torch): "`torch.func.vmap`.\nExpected: noise of `torch.randn` or `torch.rand`",
+    of_weights(branching): "`torch.func.vmap`.\nExpected: no error\nGot: ",
     overconfident: "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`",
     Missing: "a state dict restores the posterior in a new guide: tensors that differ",
     Unused: "the ELBO has a finite gradient for `unused`",

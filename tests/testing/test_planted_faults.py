@@ -367,6 +367,9 @@ def of_one_row(own, site, loc, scale):
 
 
 FAMILIES = {
+    "a family of vectors is checked as `Subnetwork(posterior=...)`": family(
+        fits=lambda own, site: len(site.shape) == 1
+    ),
     "`log_prob` is the log density of the draws": family(distribution=doubled),
     "`fits` accepts a batch of numbers, so `distribution` has its event dimensions": (
         family(
