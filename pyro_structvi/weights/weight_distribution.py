@@ -124,8 +124,8 @@ class WeightDistribution(TensorDistribution):
             if not self._arguments:
                 raise ValueError(
                     "`event_dim` must be the number of dimensions of a weight, but "
-                    f"{type(self).__name__} passes none and annotates no tensor by `Argument`. Pass it to "
-                    "the base class, or annotate the tensors in place of `arg_constraints`."
+                    f"{type(self).__name__} passes none and annotates no tensor by `Argument`. Pass it "
+                    "to the base class, or annotate the tensors in place of `arg_constraints`."
                 )
             name, argument = next(iter(self._arguments.items()))
             if validates(validate_args):
