@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Contract:
     ) -> None:
         self.owner, self.leaves, self.tolerance = owner, leaves, TOLERANCE[dtype]
 
-    def fail(self, rule: str, expected: Any, got: Any) -> None:
+    def fail(self, rule: str, expected: Any, got: Any) -> NoReturn:
         """Raise the error of a violated rule."""
         raise AssertionError(f"{self.owner}: {rule}.\nExpected: {expected}\nGot: {got}")
 

@@ -90,19 +90,18 @@ class Subject(Contract):
     def compare_densities(self, rule: str, found: Any, mean: Tensor, covariance: Tensor) -> None:
         """Compare the density with a dense normal's, if the weight is normal."""
         if not self.is_normal:
-            return None
+            return
         event_dim = len(found.event_shape)
         try:
             dense = MultivariateNormal(mean.flatten(-event_dim), covariance)
         except ValueError as error:  # of torch
             inverse = "a covariance with an inverse, as a normal with a density has"
-            return self.fail(rule.format("`log_prob`"), inverse, error)
+            self.fail(rule.format("`log_prob`"), inverse, error)
         for sample_shape in ((), (5,), (5, 2)):
             value = torch.randn(*sample_shape, *mean.shape).requires_grad_()
             expected, s = dense.log_prob(value.flatten(-event_dim)), self.with_leaf("value", value)
             s.close(rule.format("`log_prob`"), found.log_prob(value), expected)
         self.close(rule.format("`entropy`"), found.entropy(), dense.entropy())
-        return None
 
     def compare_draws(
         self, name: str, draw: Callable[..., Tensor], mean: Tensor, covariance: Tensor
