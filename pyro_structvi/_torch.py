@@ -138,6 +138,13 @@ def has_overlap(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory, in any order, as of no slice and no expanded tensor."""
+    if tensor.layout != torch.strided:
+        return True
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 def without_storage(cls: type[T], shape: torch.Size, like: Tensor) -> T:
     """Return a tensor of a subclass with a shape, dtype and device, and no memory of that size."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim.adam import adam
 
-from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
+from pyro_structvi._checks import NonNegative, Positive, Program, Share, brief, checked
 from pyro_structvi._pyro import unwrapped
+from pyro_structvi._torch import is_dense
+from pyro_structvi.linalg.matrices import at_least_single, is_half
 from pyro_structvi.nn.conversion import find_layouts
 from pyro_structvi.sites.latent_site import WIDE
 from pyro_structvi.sites.site_posterior import SitePosterior
@@ -108,7 +110,11 @@ class StructuredAdam(torch.optim.Optimizer):
         posteriors = [each for each in guide.modules() if isinstance(each, SitePosterior)]
         parameters = [*parameters]
         for value in parameters:
-            check("parameters", value, Tensor)
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"`parameters` must be tensors, as `guide.parameters()` has them, but got "
+                    f"{brief(value)}. Write `add_param_group` for parameters with options of their own."
+                )
         self._held = held = {
             value: (each, name) for each in posteriors for name, value in each.named_parameters()
         }
@@ -139,8 +145,15 @@ class StructuredAdam(torch.optim.Optimizer):
             param_group: The parameters, ``params``, and options for them.
 
         Raises:
-            ValueError: If it has another ``clip``, which is of all gradients together.
+            ValueError: If it has another ``clip``, which is of all gradients together, or an option that
+                is none of this optimizer, or a parameter is a slice of a larger tensor.
         """
+        unknown = {*param_group} - {*self.defaults, "params", "unit", "initial_lr"}
+        if unknown:
+            raise ValueError(
+                f"`param_group` must have options among {[*self.defaults]}, but got {sorted(unknown)}. "
+                "Leave these out."
+            )
         given, clip = param_group["params"], self.defaults["clip"]
         if param_group.get("clip", clip) != clip:
             raise ValueError(
@@ -151,6 +164,12 @@ class StructuredAdam(torch.optim.Optimizer):
         # a start: it is another one after training.
         groups = defaultdict(list)
         for place, value in enumerate([given] if isinstance(given, Tensor) else given):
+            if not is_dense(value):  # the fused kernel takes elements in the order of memory
+                raise ValueError(
+                    "`parameters` must have all elements next to each other in memory, but got one of "
+                    f"shape {tuple(value.shape)} with strides {value.stride()}. Copy it before: "
+                    "`parameter.data = parameter.data.contiguous()`."
+                )
             has_size = value.dim() > 1 and value.numel()
             size = float(value.detach().square().mean().sqrt()) if has_size else 0.0
             unit, waits, factor = size or POINT_UNIT, False, self._share
@@ -210,8 +229,9 @@ class StructuredAdam(torch.optim.Optimizer):
         clip, (_, beta) = self.param_groups[0]["clip"], self.param_groups[0]["betas"]
         if clip is None or not gradients:
             return scale
-        norm = get_total_norm(gradients).to(parameters[0])
-        state = self.state[parameters[0]]
+        norm = at_least_single(get_total_norm(gradients)).to(parameters[0].device)
+        # A loaded state has the dtype of its parameter, and the square may be infinite in half.
+        state = self.state[next((each for each in parameters if not is_half(each)), parameters[0])]
         if "norm" not in state:  # running averages of its squares, and of ones to divide these by
             state["norm"] = torch.zeros_like(norm).repeat(2)
         before = state["norm"]
@@ -271,6 +291,11 @@ class StructuredAdam(torch.optim.Optimizer):
         averages: list[Tensor] = []
         squares: list[Tensor] = []
         steps = []
+        # The fused kernel takes for granted that gradients are laid out as what they move.
+        gradients = [
+            each if each.stride() == own.stride() else torch.empty_like(own).copy_(each)
+            for each, own in zip(gradients, moved, strict=True)
+        ]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             if "step" not in state:
@@ -320,6 +345,8 @@ def _normal_around(posterior: SitePosterior, name: str) -> Any:
 def _at_most(size: float | Tensor, move: Tensor) -> Tensor:
     """Return a move, or one of that root mean square in its direction if it is larger."""
     own = move.square().mean().sqrt().clamp_min(torch.finfo(move.dtype).tiny)
+    # A tensor in any case, since torch divides a number by other roundings.
+    size = size.to(own) if isinstance(size, Tensor) else torch.full_like(own, size)
     return move * (size / own).clamp_max(1.0)
 
 

@@ -255,6 +255,11 @@ def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) ->
             "`optimizer` must be `torch.optim.Adam` or another function of `(parameters, lr=lr)` that "
             f"returns an optimizer of torch, but got {brief(optimizer)}. Pass Pyro's to `CompiledSVI`."
         )
+    if optimizer is StructuredAdam:
+        raise TypeError(
+            "`optimizer` must be a function of `(parameters, lr=lr)`, but got StructuredAdam, which "
+            "needs the guide, too. Leave it out, or write `partial(StructuredAdam, guide=guide)`."
+        )
     if lr is None and optimizer is not None:
         rate = signature(optimizer).parameters.get("lr")
         if rate is not None and rate.default is rate.empty:
