@@ -27,6 +27,10 @@ FAR = 1000  # roundings, below which the probability of a tail needs double prec
 Inverse = type(ExpTransform().inv)
 
 
+class Container:
+    """An object with tensors, changed as those of the distributions and transforms that hold it."""
+
+
 def base_of(distribution: Any) -> Any:
     """Return a distribution without its ``Independent`` wrappers."""
     while isinstance(distribution, Independent):
@@ -58,7 +62,7 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
             new = [changed(each) for each in value]
             is_same = all(one is other for one, other in zip(new, value, strict=True))
             return value if is_same else type(value)(new)
-        is_container = isinstance(value, (Distribution, Transform))
+        is_container = isinstance(value, (Distribution, Transform, Container))
         return map_tensors(value, change) if is_container else value
 
     old = _members(distribution)
@@ -119,7 +123,7 @@ def _leaves(value: Any) -> Iterator[Any]:
     """Yield the values of a distribution, and of the distributions and transforms it contains."""
     if isinstance(value, Distribution):
         value = [*vars(value).values()]
-    elif isinstance(value, Transform):
+    elif isinstance(value, (Transform, Container)):
         value = [*_members(value).values()]
     if isinstance(value, (list, tuple)):
         for each in value:

@@ -128,10 +128,28 @@ def test_a_prior_without_samples_in_half_precision_serves():
     assert guide.uses["net.weight"].count == 1
 
 
-def test_inducing_weights_are_not_in_half_precision():
-    model = ps.Regressor(linear(2, HALF), 20, 0.1)
-    with pytest.raises(TypeError, match=r"must be in single or double precision .* torch.bfloat16"):
-        ps.InducingWeightGuide(model).initialize(torch.randn(20, 3).to(HALF), torch.randn(20, 2))
+@pytest.mark.parametrize("local_reparam", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.parametrize("dtype", [HALF, torch.float16])
+def test_inducing_weights_of_a_net_in_half_precision(kind, local_reparam, dtype):
+    """Terms are those of the same parameters in double, within rounding; draws hardly vary."""
+    layer = nn.Linear(6, 8) if kind == "linear" else nn.Conv2d(2, 3, 3)
+    x = torch.randn((10, 6) if kind == "linear" else (10, 2, 5, 5))
+    y = torch.randn_like(layer(x))
+    model = ps.Regressor(ps.bayesianize(layer.to(dtype), prior=1.0), 10, 0.5)
+    options = {"init_scale": 1e-3, "local_reparam": local_reparam}
+    guide = ps.InducingWeightGuide(model, inducing_shape=(2, 2), **options)
+    guide.initialize(x.to(dtype), y)
+    assert {parameter.dtype for parameter in guide.parameters()} == {dtype}
+    ours = ps.StructuredELBO().terms(model, guide, x.to(dtype), y)
+    (sum(ours.kl.values()) - ours.log_likelihood["obs"]).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in guide.parameters())
+    model.double(), guide.double()
+    exact = ps.StructuredELBO().terms(model, guide, x.to(dtype).double(), y.double())
+    for one, other in ((ours.kl, exact.kl), (ours.log_likelihood, exact.log_likelihood)):
+        assert all(value.dtype == torch.float32 for value in one.values())
+        one = {name: value.double() for name, value in one.items()}
+        torch.testing.assert_close(one, other, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("prior", [1.0, {"2.*": 1.0, "*": None}])

@@ -37,6 +37,7 @@ from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.structures.points import PointMixture
 from pyro_structvi.weights.arguments import as_expanded, as_size
+from pyro_structvi.weights.torch_distributions import Container
 from pyro_structvi.weights.weight_distribution import (
     FactoredWeight,
     GaussianWeight,
@@ -49,7 +50,7 @@ from pyro_structvi.weights.weight_distribution import (
 NOISE_COST = 400
 
 
-class AugmentedMatrixNormal:
+class AugmentedMatrixNormal(Container):
     r"""The joint prior of a weight W and inducing weights U, a normal of Khatri-Rao structure.
 
     .. math:: \begin{pmatrix} \operatorname{vec} W \\ \operatorname{vec} U \end{pmatrix} \sim N\left(0,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, Positive, Rule, checked
-from pyro_structvi.linalg.matrices import is_half
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.family import FactoredFamily, Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import capped, uncapped
@@ -92,11 +92,7 @@ class InducingWeights(FactoredFamily):
         return "prior_scale", *(f"inducing_{name}" for name in self.posterior.constants)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        if is_half(loc):
-            raise TypeError(
-                f"The weight '{site.name}' must be in single or double precision for inducing weights, "
-                f"but is in {loc.dtype}. Leave the net in float32 and train under `torch.autocast`."
-            )
+        dtype, loc = loc.dtype, at_least_single(loc)  # half precision has no factorizations
         prior_scale = self.prior_scales(site)
         matrix = loc.flatten(1) / prior_scale[0]
         matrix[:, -1] *= prior_scale[0] / prior_scale[-1]
@@ -106,7 +102,7 @@ class InducingWeights(FactoredFamily):
         inner = {"loc": _inducing_mean(matrix, rows, columns)}
         if not self.shared:
             inner = self.posterior.init(self._inducing_site(sizes), inner["loc"], own)
-        return {
+        values = {
             "row_factor": rows,
             "column_factor": columns,
             "log_row_diagonal": loc.new_full((sizes[0],), math.log(DIAGONAL)),
@@ -114,6 +110,10 @@ class InducingWeights(FactoredFamily):
             "log_conditional_scale": loc.new_tensor(uncapped(own, self.max_conditional_scale)),
             "prior_scale": loc.new_tensor(prior_scale),
             **{f"inducing_{name}": value for name, value in inner.items()},
+        }
+        return {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in values.items()
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> InducingNormal:

@@ -148,16 +148,7 @@ class InducingNormal(AugmentedNormal):
     @grad_cached_property
     def _in_double(self) -> Self:
         """The distribution in double precision: factors of small weights cancel in its density."""
-        arguments = {name: value.double() for name, value in self.joint.arguments.items()}
-        shape = self.joint.event_shape
-        joint = type(self.joint)(**arguments, event_shape=shape, validate_args=False)
-        inducing: Any = self.inducing
-        if isinstance(inducing, InducingNormal):
-            inducing = inducing._in_double
-        else:
-            inducing = map_tensors(inducing, methodcaller("double"))
-        scale = self.conditional_scale.double()
-        new: Self = type(self).from_inducing(joint, inducing, scale, self._validate_args)
+        new: Self = map_tensors(self, methodcaller("double"))
         return new
 
     @property

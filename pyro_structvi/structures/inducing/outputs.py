@@ -224,8 +224,9 @@ class MatheronOutputs(GaussianOutputs):
         least = 8 * torch.finfo(squared.dtype).eps * squared  # rounding leaves no less
         length = floored_sqrt(squared)
         known = length - floored_sqrt(torch.maximum(squared - overlap, least))
+        length, known = length.to(hidden), known.to(hidden)  # as the bases, in half precision, too
         noise = standard_normal(self._with_channels(hidden, rows.shape[-1]), hidden)
-        inner = self._apply_inducing(hidden)
+        inner = self._apply_inducing(hidden).to(hidden)
         seen = mix(noise, rows) - mix(torch.randn_like(inner), self._bases.remainder)
         inner = torch.addcmul(inner, scale * known, seen, value=-1)
         outputs = mix(inner, rows.mT, self._bias_loc)

@@ -78,6 +78,18 @@ def test_mixed_precision_draws_outputs_and_passes_gradients_on(dtype):
     assert_finite_gradients(outputs.float(), arguments(q))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_draws_outputs_of_the_rounded_arguments(dtype):
+    """Bounds as for mixed precision."""
+    q = with_arguments(single_precision(), lambda value: value.detach().to(dtype))
+    x = torch.randn(IN).to(dtype)
+    outputs = q.image(x.expand(20_000, -1)).rsample()
+    assert outputs.dtype == dtype
+    exact = with_arguments(q, lambda value: value.detach().double()).image(x.double())
+    torch.testing.assert_close(outputs.double().mean(0), exact.mean, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(outputs.double().var(0), exact.variance, rtol=0.08, atol=0.01)
+
+
 def test_mixed_precision_draws_weights_in_the_parameters_dtype():
     q = single_precision()
     with torch.autocast("cpu", torch.bfloat16):
