@@ -153,7 +153,7 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
     missing = [
         name
         for name in (drawn if observed else ())
-        if name != observed and not plates & _plates_of(nodes[name])
+        if name not in (observed, *marked) and not plates & _plates_of(nodes[name])
     ]
     for name in missing:
         if name in values:
@@ -167,6 +167,7 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
             "`posterior` must have the latent sites of the model, but these are missing in it: "
             f"{missing}, and these are not in the model: {unknown}. Pass the guide of this very "
             "model, or rename the draws."
+            + (' Mark observations by `infer={"is_observation": True}`.' if missing else "")
         )
     given = [name for name in nodes if name not in values]
     if given and not free:

@@ -169,6 +169,32 @@ def test_the_observed_site_must_be_unique():
             predict(model, ps.MeanFieldGuide(model), *inputs)
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_observations_in_plates_of_their_own_are_no_latent_sites(is_marked):
+    mark = {"infer": {"is_observation": True}} if is_marked else {}
+
+    def model(x, y=None, counts=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        mean = F.linear(x, weight).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(mean, 1.0), obs=y, **mark)
+        with pyro.plate("others", 4):
+            pyro.sample("counts", dist.Poisson(mean.exp().sum()), obs=counts, **mark)
+
+    guide, x = ps.MeanFieldGuide(model), torch.randn(5, 3)
+    guide.initialize(x, torch.zeros(5), torch.ones(4))
+    draws = draws_of(guide, 3)
+    if not is_marked:
+        with pytest.raises(ValueError, match=r"missing in it: \['counts'\].* Mark observations by"):
+            ps.predict(model, draws, x, site="obs")
+        return
+    means = F.linear(x, draws["weight"].squeeze(1)).mT
+    for site, expected in (("obs", means), ("counts", means.exp().sum(-1, True).expand(3, 4))):
+        prediction = ps.predict(model, draws, x, site=site)
+        torch.testing.assert_close(prediction.mean, expected.mean(0))
+    assert ps.predict(model, guide, x, num_samples=3, site="obs").mean.shape == (5,)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
