@@ -324,13 +324,15 @@ def _(distribution: TransformedNormal, probs: Tensor) -> Tensor:
 @register_kl(TransformedNormal, Distribution)
 def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
     """KL to a prior with independent elements."""
+    if p.event_shape != q.event_shape:
+        raise NotImplementedError
     if isinstance(p, torch.distributions.TransformedDistribution) and q.transforms == p.transforms:
         return kl_divergence(q.base_dist, p.base_dist)
     element = p
     while isinstance(element, (Independent, ExpandedDistribution)):
         element = element.base_dist
     is_of_elements = all(transform.codomain.event_dim == 0 for transform in q.transforms)
-    if element.event_shape or not is_of_elements or p.event_shape != q.event_shape:
+    if element.event_shape or not is_of_elements:
         raise NotImplementedError
     normal, transform = q.base_dist, ComposeTransform(q.transforms)
     # In single precision far nodes come to lie on the bounds of an interval, outside of the support.

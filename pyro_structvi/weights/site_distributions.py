@@ -375,10 +375,7 @@ def normal_cross_entropy(q: Any, p: Any) -> Tensor:
 
 def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\sum_i (\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2` and :math:`\sum_i \log s_i^2`."""
-    event_dim, size = len(q.event_shape), q.event_shape.numel()
-    if p.loc.dim() > q.mean.dim():
-        batch = p.loc.shape[: p.loc.dim() - event_dim]
-        q = q.expand(torch.broadcast_shapes(q.batch_shape, batch))
+    q, event_dim, size = in_batch_of(q, p.loc), len(q.event_shape), q.event_shape.numel()
     loc = shrink(p.loc.expand(q.mean.shape), event_dim)
     scale = shrink(p.scale.expand(q.mean.shape), event_dim)
     count = scale.shape[scale.dim() - event_dim :].numel()
@@ -392,6 +389,15 @@ def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     return moment, 2 * size / count * event_sum(scale.log(), event_dim)
 
 
+def in_batch_of(q: Any, loc: Tensor) -> Any:
+    """Return a distribution with its batch expanded to that of independent normals over its events."""
+    batch = loc.shape[: max(0, loc.dim() - len(q.event_shape))]
+    if not batch or batch == q.batch_shape:
+        return q
+    batch = torch.broadcast_shapes(q.batch_shape, batch)
+    return q if batch == q.batch_shape else q.expand(batch)
+
+
 @register_kl(GaussianWeight, Laplace)
 def kl_from_moments(q: GaussianWeight, p: Any) -> Tensor:
     """KL to priors of :func:`expected_neg_log_prob`, in nats, ``(*batch_shape,)``."""
@@ -400,7 +406,8 @@ def kl_from_moments(q: GaussianWeight, p: Any) -> Tensor:
 
 @register_kl(WeightDistribution, Independent)
 def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
-    return kl_divergence(q, p.base_dist)
+    _check_events(q, p)
+    return kl_divergence(q, base_of(p))
 
 
 @register_kl(GaussianWeight, IndependentWeight)  # more specific than the KL between Gaussians
@@ -413,13 +420,18 @@ def kl_to_independent(q: Any, p: Any) -> Tensor:
 
 def in_one_batch(q: Any, p: Any) -> Iterator[Any]:
     """Return distributions over weights of one shape with their batches expanded to one."""
+    _check_events(q, p)
+    batch = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
+    return (each if each.batch_shape == batch else each.expand(batch) for each in (q, p))
+
+
+def _check_events(q: Any, p: Any) -> None:
+    """Raise a ``ValueError`` unless two distributions are over weights of one shape."""
     if q.event_shape != p.event_shape:
         raise ValueError(
             f"The posterior and the prior must be over weights of one shape, but got "
             f"{tuple(q.event_shape)} and {tuple(p.event_shape)}. Reshape the prior's arguments."
         )
-    batch = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
-    return (each if each.batch_shape == batch else each.expand(batch) for each in (q, p))
 
 
 @register_kl(WeightDistribution, JoinedPrior)

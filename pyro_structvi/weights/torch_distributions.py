@@ -123,7 +123,7 @@ def _leaves(value: Any) -> Iterator[Any]:
     """Yield the values of a distribution, and of the distributions and transforms it contains."""
     if isinstance(value, Distribution):
         value = [*vars(value).values()]
-    elif isinstance(value, (Transform, Container)):
+    elif isinstance(value, Transform):
         value = [*_members(value).values()]
     if isinstance(value, (list, tuple)):
         for each in value:

@@ -1,12 +1,14 @@
 """The KL to independent normals: every form that a prior's arguments may take, and its gradients."""
 
 import itertools
+import re
 
+import pyro.distributions as dist
 import pytest
 import torch
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Independent, Laplace, Normal, kl_divergence
 
-from pyro_structvi.distributions import JoinedPrior, LowRankNormal, MeanFieldNormal
+from pyro_structvi.distributions import JoinedPrior, LowRankNormal, MeanFieldNormal, PointMass
 from pyro_structvi.linalg.factorizations import log_det
 from pyro_structvi.linalg.matrices import RowGram
 from tests.distributions.cases import CASES
@@ -29,6 +31,43 @@ def test_every_form_of_a_prior_has_the_dense_kl(case):
         torch.testing.assert_close(divergence, exact)
         of_divergence = torch.autograd.grad(divergence, [loc, scale])
         torch.testing.assert_close(of_divergence, torch.autograd.grad(exact, [loc, scale]))
+
+
+BATCHES = [((1,), (4,)), ((2, 1), (3,)), ((), (4,)), ((4,), ()), ((2, 3), (1, 3))]
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_batches_of_posterior_and_prior_broadcast(case, batches):
+    q, whole = case.make(batches[0], SHAPE, torch.float64), torch.broadcast_shapes(*batches)
+    loc, scales = torch.randn(*batches[1], *SHAPE), torch.rand(*batches[1], *SHAPE) + 0.5
+    for scale in (scales, scales[..., :1, :1].expand(scales.shape)):
+        divergence = kl_divergence(q, Independent(Normal(loc, scale), 2))
+        own = (value.expand(*whole, *SHAPE) for value in (loc, scale))
+        torch.testing.assert_close(divergence, case.kl(q.expand(whole), *own))
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+def test_batches_of_points_and_priors_broadcast(batches):
+    point, loc = torch.randn(*batches[0], *SHAPE), torch.randn(*batches[1], *SHAPE)
+    prior = dist.Normal(loc, 0.5).to_event(2)
+    divergence = kl_divergence(PointMass(point, event_dim=2), prior)
+    torch.testing.assert_close(divergence, -prior.log_prob(point))
+
+
+@pytest.mark.parametrize("kind", [Normal, Laplace])
+@pytest.mark.parametrize(
+    ("event", "batch", "of_prior"),
+    [((3,), (), (2, 3)), ((2, 3), (2,), (3,)), ((2, 3), (), (3,))],
+)
+def test_a_prior_over_events_of_another_shape_is_refused(kind, event, batch, of_prior):
+    q = MeanFieldNormal(torch.zeros(event), 1.0)
+    other = Independent(kind(torch.zeros(batch + of_prior), 2.0), len(of_prior))
+    with pytest.raises(ValueError, match=re.escape(f"got {event} and {of_prior}. Reshape")):
+        kl_divergence(q, other)
+    nested = Independent(Independent(kind(torch.zeros(event), 2.0), 1), len(event) - 1)
+    whole = Independent(kind(torch.zeros(event), 2.0), len(event))
+    torch.testing.assert_close(kl_divergence(q, nested), kl_divergence(q, whole))
 
 
 @pytest.mark.parametrize(("batch", "shape"), [((), (1, 4, 3)), ((2,), (3, 4, 3)), ((), (2, 5))])

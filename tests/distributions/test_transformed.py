@@ -141,6 +141,7 @@ def test_gradients_are_those_of_the_closed_form():
     ("q", "p"),
     [
         (posterior(), dist.HalfNormal(1.0).expand([2, 3]).to_event(1)),
+        (posterior(), dist.LogNormal(torch.zeros(2, 3), 1.0)),
         (posterior(biject_to(constraints.simplex)), dist.Dirichlet(torch.ones(4)).expand([2])),
     ],
 )

@@ -38,6 +38,7 @@ from pyro_structvi.structures.points import PointMixture
 from pyro_structvi.weights.site_distributions import (
     JoinedPrior,
     expected_neg_log_prob,
+    in_batch_of,
     in_front,
     kl_to_independent,
     normal_quantiles,
@@ -262,6 +263,7 @@ for pair in (
 
 @register_kl(InducingNormal, Normal)
 def _kl_to_normals(q: InducingNormal, p: Any) -> Tensor:
+    q = in_batch_of(q, p.loc)
     loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
     own, (out, size) = q.joint.column_scale, q.joint.matrix_shape
     if scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
