@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import shape_text
-from pyro_structvi._torch import inside_forward_derivative, inside_transform, reshape_without_view
+from pyro_structvi._torch import (
+    can_read,
+    inside_forward_derivative,
+    inside_transform,
+    reshape_without_view,
+)
 
 
 def standard_normal(shape: Any, like: Tensor) -> Tensor:
@@ -207,13 +212,23 @@ def at_least_single(tensor: Tensor) -> Tensor:
     return tensor.float() if is_half(tensor) else tensor
 
 
+_STIRLING = 1e3  # above, the next term of the series is below the rounding of a logarithm
+
+
 def log_gamma_ratio(df: Tensor, size: int) -> Tensor:
     """Return ``log Gamma((df + size) / 2) - log Gamma(df / 2)``, in double.
 
-    Both are of the size of df, so that in single precision the difference of large ones is rounding.
+    Both are of the size of df, so that the difference of large ones is rounding. It then follows from
+    Stirling's series of both.
     """
-    half = df.double() / 2
-    return (torch.lgamma(half + size / 2) - torch.lgamma(half)).to(df.dtype)
+    half, change = df.double() / 2, size / 2
+    direct = torch.lgamma(half + change) - torch.lgamma(half)
+    if can_read(half) and bool((half < _STIRLING).all()):
+        return direct.to(df.dtype)
+    far = half.clamp_min(_STIRLING)  # elsewhere the series has gradients that are not finite
+    series = change * far.log() + (far + change - 0.5) * (change / far).log1p()
+    series = series - change - change / (12 * far * (far + change))
+    return torch.where(half <= _STIRLING, direct, series).to(df.dtype)
 
 
 def floored_sqrt(variance: Tensor) -> Tensor:

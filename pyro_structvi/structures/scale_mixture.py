@@ -91,7 +91,7 @@ class ScaleMixtureNormal(TensorDistribution):
         exponents = -0.5 * (value.unsqueeze(-1) / scales).square()
         logs = exponents + (probs / scales).log()
         # Torch's logsumexp has gradients off by a factor where the logs are large.
-        largest = logs.detach().amax(-1, keepdim=True)
+        largest = logs.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(logs.dtype).min)
         total = largest.squeeze(-1) + (logs - largest).exp().sum(-1).log()
         return total - 0.5 * math.log(2 * math.pi)
 

@@ -60,6 +60,14 @@ def test_the_density_and_its_gradient_stay_finite(scales, dtype):
     torch.testing.assert_close(gradient[3:], far[3:])
 
 
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1e20), (torch.float64, 1e200)])
+def test_a_density_that_rounds_to_zero_has_the_logarithm_of_zero(dtype, far):
+    q = ScaleMixtureNormal(torch.tensor([1.0, 0.1], dtype=dtype), torch.ones(2, dtype=dtype))
+    value = torch.tensor([far, 1.0, -far], dtype=dtype)
+    torch.testing.assert_close(q.log_prob(value), oracle(q).log_prob(value))
+    assert q.log_prob(value)[0] == -math.inf
+
+
 def test_draws_have_the_moments_of_their_elements():
     q = ScaleMixtureNormal(torch.rand(3, 2) + 0.1, torch.rand(3, 2) + 0.1)
     draws = q.sample((20_000,))

@@ -140,3 +140,12 @@ def test_the_bound_is_the_density_of_drawn_weights(guide_name):
             continue
         logs = q.log_prob(values) - p.log_prob(values)
         assert abs(kl - logs.mean()) < 6 * logs.std() / math.sqrt(400)
+
+
+@pytest.mark.parametrize("df", [1e9, 1e12, 1e16, 1e300])
+def test_with_many_degrees_of_freedom_it_is_a_normal(df):
+    """Densities differ by terms of order 1 / df, and by the rounding of log df."""
+    df, w = torch.tensor(df), torch.randn(2, 3)
+    expected = torch.distributions.Normal(0.0, 0.7).log_prob(w).sum()
+    found = IsotropicStudentT(df, torch.tensor(0.7), (2, 3)).log_prob(w)
+    torch.testing.assert_close(found, expected, rtol=0, atol=100 / float(df) + 1e-11)

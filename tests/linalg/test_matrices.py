@@ -1,4 +1,4 @@
-"""Sums with gradients by hand, the Walsh-Hadamard transform, draws by the noise that they show."""
+"""Sums with gradients by hand, gamma functions, Walsh-Hadamard transforms, draws by shown noise."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from pyro_structvi.linalg.matrices import SumOfLogs, walsh_hadamard_transform
+from pyro_structvi.linalg.matrices import SumOfLogs, log_gamma_ratio, walsh_hadamard_transform
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.structures.full_covariance import rao_blackwell_sample
 from pyro_structvi.weights.outputs import NormalOutputs
@@ -28,6 +28,35 @@ def test_normal_draws_without_variance_have_no_gradient_by_it(dtype):
     (gradient,) = torch.autograd.grad(draws.sum(), variance)
     assert gradient[:2].tolist() == [0.0, 0.0]
     assert bool(gradient[2:].isfinite().all())
+
+
+def value_and_derivative(function, at):
+    at = at.clone().requires_grad_()
+    value = function(at)
+    return value.detach(), *torch.autograd.grad(value.sum(), at)
+
+
+DEGREES = (1e-3, 1.0, 4.0, 1999.0, 2000.0, 2001.0, 3e4, 1e6, 1e9, 1e12, 1e16, 1e50)
+
+
+@pytest.mark.parametrize("change", [1, 3, 40, 10**5])
+def test_ratios_of_gamma_functions_of_any_degrees_of_freedom(change):
+    """For even sizes a ratio is a product; two ratios of odd ones have an even size together."""
+
+    def product(df):
+        return (df.unsqueeze(-1) / 2 + torch.arange(change)).log().sum(-1)
+
+    def two_odd(df):
+        return log_gamma_ratio(df, change) + log_gamma_ratio(df + change, change)
+
+    close, degrees = torch.testing.assert_close, torch.tensor(DEGREES)
+    expected = value_and_derivative(product, degrees)
+    even = value_and_derivative(lambda df: log_gamma_ratio(df, 2 * change), degrees)
+    for found in (even, value_and_derivative(two_odd, degrees)):
+        close(found[0], expected[0], rtol=1e-12, atol=1e-12)
+        close(found[1], expected[1], rtol=1e-11, atol=0)
+    for df, value in zip(degrees, even[0], strict=True):
+        close(log_gamma_ratio(df, 2 * change), value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (2,), (0, 8), (2, 1, 3, 64), (3, 2048)])
