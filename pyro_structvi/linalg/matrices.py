@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -243,15 +243,27 @@ def floored_sqrt(variance: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
+class _GradCachedProperty(cached_property[Any]):
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None or instance._with_grad is torch.is_grad_enabled():
+            return super().__get__(instance, owner)
+        if instance._with_grad is False:  # and gradients are enabled
+            return self.func(instance)
+        with torch.set_grad_enabled(bool(instance._with_grad)):
+            return super().__get__(instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:  # so that no access goes past `__get__`
+        raise AttributeError(f"`{self.attrname}` is computed, and cannot be set.")
+
+
 def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
-    """Return a cached property, with gradients if the object was made with them (``_with_grad``)."""
+    """Return a cached property, with gradients if the object was made with them (``_with_grad``).
 
-    @wraps(form)
-    def in_own_mode(owner: Any) -> T:
-        with torch.set_grad_enabled(owner._with_grad):
-            return form(owner)
-
-    return cached_property(in_own_mode)
+    Arguments of an object that was made without them may have gradients. Where these are enabled, its
+    property is computed anew, so that no graph outlives its backward pass. With ``_with_grad`` None it
+    never has gradients.
+    """
+    return _GradCachedProperty(form)
 
 
 _FEW = 2**10  # elements; for fewer, torch's own operations are faster than an autograd function

@@ -12,6 +12,7 @@ from pyro_structvi.distributions import (
     EigenbasisNormal,
     FullNormal,
     KTiedNormal,
+    LogScaleNormal,
     LowRankNormal,
     MeanFieldNormal,
 )
@@ -183,6 +184,28 @@ def test_a_look_without_gradients_leaves_the_image_its_gradients():
     image.variance.sum().backward()
     assert factors.grad.abs().sum() > 0
     assert q.image_under(DenseMap(), torch.zeros(0, 3)).rsample().shape == (0, 4)
+
+
+def test_a_distribution_that_was_made_without_gradients_has_whole_ones_or_none():
+    log_scale = torch.full((3,), 0.5, requires_grad=True)
+    factors = torch.randn(2, 4, 3, requires_grad=True)
+    shape = (4, 3)
+    with torch.no_grad():
+        q = LogScaleNormal(torch.zeros(3), log_scale)
+        low_rank = LowRankNormal(torch.zeros(shape), factors, torch.tensor(0.3))
+        for each in (q, low_rank):
+            assert not each.entropy().requires_grad
+            assert not each.variance.requires_grad
+    for _ in range(2):  # no graph is kept from one backward pass to the next
+        divergence = kl_divergence(q, Normal(torch.zeros(3), 1.0))
+        (gradient,) = torch.autograd.grad(divergence, log_scale)
+        torch.testing.assert_close(gradient, (2 * log_scale.detach()).exp() - 1)
+        same = LowRankNormal(torch.zeros(shape), factors, torch.tensor(0.3))
+        gradients = [
+            torch.autograd.grad(kl_divergence(each, Normal(torch.zeros(shape), 1.0)), factors)
+            for each in (low_rank, same)
+        ]
+        torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

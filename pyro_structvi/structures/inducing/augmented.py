@@ -122,7 +122,7 @@ class AugmentedMatrixNormal(Container):
         self.event_shape = torch.Size((out, size) if event_shape is None else event_shape)
         self.matrix_shape = torch.Size((out, size))
         self.inducing_shape = torch.Size([row_factor.shape[-2], column_factor.shape[-2]])
-        self._with_grad = torch.is_grad_enabled()
+        self._with_grad = torch.is_grad_enabled() or None  # all factors have gradients, or none
         if validates(validate_args):
             self._check()
 

@@ -85,7 +85,9 @@ class InducingSide:
     basis: Tensor  # B = L^-1 Z (*batch, M, size)
     remainder: Tensor  # H = L^-1 D (*batch, M, M), so that B B' + H H' = I
     jitter: Tensor  # added to the diagonal of Psi, (*batch,)
-    _with_grad: bool = field(default_factory=torch.is_grad_enabled, init=False, repr=False)
+    _with_grad: bool | None = field(
+        default_factory=lambda: torch.is_grad_enabled() or None, init=False, repr=False
+    )
 
     @classmethod
     def of(cls, factor: Tensor, diagonal: Tensor) -> Self:
