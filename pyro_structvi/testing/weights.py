@@ -111,7 +111,7 @@ class Subject(Contract):
             found = linear(draw)
             if found is None:
                 rule = f"{name} are linear in normal noise, like the weight"
-                return self.fail(rule, True, False)
+                self.fail(rule, True, False)
             self.close(f"{name} have their mean", found.mean, mean.expand_as(found.mean))
             same = dense_of_batch(torch.ones_like(covariance.detach()))
             between = torch.where(same > 0, torch.zeros(()), found.covariance)
@@ -119,11 +119,10 @@ class Subject(Contract):
             self.close(rule, between, torch.zeros_like(between), False)
             rule = f"{name} have their covariance, A A' for mean + A e"
             self.close(rule, found.covariance, dense_of_batch(covariance))
-            return None
+            return
         with torch.no_grad():
             draws = torch.stack([draw() for _ in range(SAMPLES)])
         self.compare_samples(name, draws, mean, covariance)
-        return None
 
     def compare_samples(self, name: str, draws: Tensor, mean: Tensor, covariance: Tensor) -> None:
         """Compare independent draws ``(n, *batch, *event)`` with moments, for batches independent."""
