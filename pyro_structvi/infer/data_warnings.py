@@ -83,7 +83,7 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
 
 @contextmanager
 def warning_of_shared_parameters(parts: nn.Module) -> Iterator[None]:
-    """Warn of parameters that modules take from Pyro's store in a block, in place of their own."""
+    """Warn of parameters that modules take from Pyro's store in a block."""
     modules, own, stored = [*parts.children()], [*parts.parameters()], stored_parameters()
     yield
     known = {id(parameter) for parameter in own}

@@ -259,9 +259,9 @@ class _GradCachedProperty(cached_property[Any]):
 def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
     """Return a cached property, with gradients if the object was made with them (``_with_grad``).
 
-    Arguments of an object that was made without them may have gradients. Where these are enabled, its
-    property is computed anew, so that no graph outlives its backward pass. With ``_with_grad`` None it
-    never has gradients.
+    An object that was made without gradients may have arguments with them. Its property is then computed
+    anew while gradients are enabled, so that no graph outlives its backward pass. With ``_with_grad``
+    None a property never has gradients.
     """
     return _GradCachedProperty(form)
 

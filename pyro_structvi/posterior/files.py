@@ -225,7 +225,7 @@ def _can_hold(dtype: torch.dtype) -> bool:
 def _frozen_in(model: Any) -> dict[str, Tensor]:
     """Return the frozen parameters of a model, by their keys in a file.
 
-    ``bayesianize`` turns those of its net into buffers; others are parameters without gradients.
+    They are buffers in a net by ``bayesianize``, and parameters without gradients in other modules.
     """
     module, keys = unwrapped(model), set()
     if isinstance(module, nn.Module):
@@ -479,8 +479,8 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 def write_atomically(name: str, path: Path, write: Callable[[Path], Any]) -> None:
     """Write a temporary file, flush it to the disk, and rename it to a path; ``name`` is for errors.
 
-    A link stays, and so does the mode of a file; a new file has the usual mode. Of several that write at
-    once, the last one to finish leaves its file.
+    A link stays, and so does the mode of a file; a new file has the usual mode. The last of several
+    writers replaces the files of the others.
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f"{path.name}.{token_hex(4)}.partial")

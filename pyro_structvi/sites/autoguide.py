@@ -366,7 +366,7 @@ def _weighted_sum(value: Tensor) -> Tensor:
 
 
 def _weights(number: int, device: Any) -> Tensor:
-    """Return irregular numbers between 1/3 and 1, which is the first."""
+    """Return irregular numbers between 1/3 and 1; a single number is 1."""
     return (2 + torch.arange(number, dtype=torch.float64, device=device).square().cos()) / 3
 
 

@@ -170,7 +170,7 @@ def as_tensor(family: Family) -> Tensor:
 
 
 def _identity_of(family: Family, name: str, value: Any) -> Any:
-    """Return what tells an option from others, also in another process."""
+    """Return the identity of an option, the same in every process."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, set | frozenset):

@@ -390,7 +390,7 @@ def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
 
 
 def in_batch_of(q: Any, loc: Tensor) -> Any:
-    """Return a distribution with its batch expanded to that of independent normals over its events."""
+    """Return a distribution expanded to the batch of independent normals over its events."""
     batch = loc.shape[: max(0, loc.dim() - len(q.event_shape))]
     if not batch or batch == q.batch_shape:
         return q

@@ -28,7 +28,7 @@ Inverse = type(ExpTransform().inv)
 
 
 class Container:
-    """An object with tensors, changed as those of the distributions and transforms that hold it."""
+    """An object whose tensors change together with the distribution that holds it."""
 
 
 def base_of(distribution: Any) -> Any:
