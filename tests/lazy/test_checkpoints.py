@@ -127,6 +127,26 @@ def test_each_pass_has_its_own_values(kind):
     assert_same_gradients(*found)
 
 
+@KINDS
+def test_layers_given_their_inputs_are_behind_checkpoints_but_not_inside(kind):
+    data, found = regression_data(), []
+    for each in (kind, None):
+        model = make(each, MeanField())[0]
+        families = {"net.blocks.*": MeanField()}
+        guide = ps.GlobalInducingGuide(model, 5, families, init_scale=0.3)
+        guide.initialize(*data)
+        torch.manual_seed(2)
+        loss = ps.StructuredELBO(num_particles=2).differentiable_loss(model, guide, *data)
+        loss.backward()
+        assert guide["net.last.weight"].target.grad.any()
+        found.append((loss, {name: value.grad for name, value in guide.named_parameters()}))
+    assert found[0][0] == found[1][0]
+    assert_same_gradients(found[0][1], found[1][1])
+    guide = ps.GlobalInducingGuide(make(kind, MeanField())[0], 5)
+    with pytest.raises(RuntimeError, match=r"'net.blocks.0.0.weight' where .* no checkpoint there"):
+        guide.initialize(*data)
+
+
 class OnlyWithGradients(Blocks):
     """Takes its checkpoints where the pass that counts uses does not see them."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._pyro import outside_plates
+from pyro_structvi._torch import inside_checkpoint
 from pyro_structvi.linalg.factorizations import tril_or_nan
 from pyro_structvi.linalg.matrices import autocast_off, identity_like
 from pyro_structvi.maps.calls import Application, Call
@@ -291,7 +292,7 @@ class Run(Messenger):
                 self._values[name] = DeferredWeight(self, site, name, part)
 
     def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
-        self._like = inputs
+        self._like, self._is_differentiated = inputs, torch.is_grad_enabled()
         with buffers_kept(model), outside_plates(), poutine.block(), self:
             model(inputs)
 
@@ -316,6 +317,12 @@ class Run(Messenger):
         """Draw a weight with its bias, given its first inputs."""
         if site.name in self._drawn:
             return
+        if self._is_differentiated and inside_checkpoint():  # which would compute the draw again
+            raise RuntimeError(
+                f"A GlobalInducingGuide draws the weight at site '{site.name}' where the net applies it,"
+                " which must not be in an activation checkpoint. Take no checkpoint there, or give the "
+                f"weight another family, as by `families={{'{site.name}': MeanField()}}`."
+            )
         linear_map, x = application.linear_map, as_drawn(application.x)
         arrangement = application.arrangement
         if linear_map.groups > 1 or not (arrangement is None or arrangement.is_plain):

@@ -239,9 +239,16 @@ class GlobalInducingGuide(StructuredGuide):
 
 
 def _depends_on(rows: Tensor, values: list[Tensor]) -> bool:
-    if not rows.requires_grad:
-        return False
-    with torch.enable_grad():
-        total = rows.sum()
-    found = torch.autograd.grad(total, values, retain_graph=True, allow_unused=True)
-    return any(each is not None for each in found)
+    """Whether a graph of gradients leads to one of its leaves."""
+    # It is walked and not run, since a backward pass would compute activation checkpoints again.
+    leaves = {id(value) for value in values}
+    nodes, known = [rows.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in known:
+            continue
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        known.add(node)
+        nodes += [each for each, _ in node.next_functions]
+    return False
