@@ -110,6 +110,10 @@ class CheckedFields:
                 check(field.name, getattr(self, field.name), field.type)
 
 
+# As torch's default of `validate_args`: false, and unlike the False of a user, who wants no checks.
+LATER: Any = 0
+
+
 def validates(validate_args: Any) -> bool:
     """Whether arguments are to be validated: Pyro's own setting when None."""
     return bool(Distribution._validate_args if validate_args is None else validate_args)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.distributions import Delta
+from pyro.distributions import Delta, MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
-from torch.distributions import kl_divergence
+from torch.distributions import constraints, kl_divergence
 
-from pyro_structvi._checks import shape_text
+from pyro_structvi._checks import LATER, shape_text
 from pyro_structvi._pyro import site_values
 from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.moments.integration import (
@@ -128,11 +128,38 @@ def _observed_term(trace: Any, name: str, max_plate_nesting: float) -> Tensor:
     site = trace.nodes[name]
     site["fn"], site["value"] = in_single(site["fn"]), at_least_single(site["value"])
     with autocast_off(site["value"]):
+        site["value"], is_inside = _checked(site["fn"], site["value"])
         trace.compute_log_prob(site_filter=lambda other, _: other == name)
     if is_validation_enabled():
         check_site_shape(site, max_plate_nesting)
-    log_prob: Tensor = site["log_prob_sum"]
-    return log_prob
+    return _with_support(site["log_prob_sum"], is_inside)
+
+
+def _checked(likelihood: Any, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return an observation, and in a record whether it is in the support, which Python would check."""
+    while isinstance(likelihood, (torch.distributions.Independent, MaskedDistribution)):
+        likelihood = likelihood.base_dist
+    if likelihood._validate_args is not LATER:
+        return value, None
+    try:
+        support = likelihood.support
+    except NotImplementedError:  # of which Python warns
+        return value, None
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    if support is constraints.real:  # only NaN is not in it
+        return value, None
+    is_inside = support.check(value)
+    if (
+        support.is_discrete and not support.event_dim
+    ):  # an index, which ends a GPU's process if wrong
+        value = torch.where(is_inside, value, 0)
+    return value, is_inside.all()
+
+
+def _with_support(nats: Tensor, is_inside: Tensor | None) -> Tensor:
+    """Return a log density, which outside of the support is minus infinity."""
+    return nats if is_inside is None else nats + is_inside.to(nats.dtype).log()
 
 
 def _latent_term(site: Any, in_model: Any) -> Term:
@@ -241,19 +268,22 @@ def expected_terms(
         sites = posteriors_of(joint, number)
         output = output_moments(model, random_values(sites, settings), x, settings)
         kls = _kl_terms(model, joint.program(number), args, kwargs)
-        if bounds:
+        if bounds or is_softmax(model):
             at = observation_at(model, output.loc, y)
-            each = model.lower_bound(output.loc, output.variance, at.y)
-        elif is_softmax(model):
-            at = observation_at(model, output.loc, y)
-            each = at.likelihood.log_prob(at.y) - excess_of_log_total(output)
         else:
             at = likelihood_at_nodes(model, output, {site.name: q for site, q in sites}, y)
-            observed, likelihood = at_least_single(at.y), in_single(at.likelihood)
+        observed, likelihood = at_least_single(at.y), in_single(at.likelihood)
+        observed, is_inside = _checked(likelihood, observed)
+        if bounds:
+            each = model.lower_bound(output.loc, output.variance, observed)
+        elif is_softmax(model):
+            each = likelihood.log_prob(observed) - excess_of_log_total(output)
+        else:
             with autocast_off(observed):
                 log_probs = likelihood.log_prob(observed)
             each = torch.einsum("k,k...->...", at.weights.to(log_probs), log_probs)
-        return ELBOTerms({at.site: (each * at.scale).sum()}, kls.kl, kls.sampled)
+        nats = _with_support((each * at.scale).sum(), is_inside)
+        return ELBOTerms({at.site: nats}, kls.kl, kls.sampled)
 
     return average([of_member(number) for number in member_numbers(guide)])
 

@@ -1,6 +1,7 @@
 """Likelihoods around a net: their base, and likelihoods of classes and labels."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Annotated, Any, Literal
@@ -240,7 +241,12 @@ class _Weighed(Messenger):
         super().__init__()
         check_shape("weights", weights, [size], "(batch,)")
         check_same_kind("weights", weights, "net(x)", output)
-        if _is_seen(weights) and not bool(((weights >= 0) & weights.isfinite()).all()):
+        is_valid = (weights >= 0) & weights.isfinite()
+        if not _is_seen(
+            weights
+        ):  # the step is not finite, and Python, which takes it again, says why
+            weights = torch.where(is_valid, weights, math.nan)
+        elif not bool(is_valid.all()):
             raise ValueError(
                 "`weights` must not be negative or infinite. Leave these examples out."
             )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pyro.poutine as poutine
 import torch
 
-from pyro_structvi._checks import warn_user
+from pyro_structvi._checks import validates, warn_user
 from pyro_structvi._pyro import handlers_around, stored_parameter
 from pyro_structvi.infer.steps.eager import EagerStep, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
@@ -259,7 +259,7 @@ class CompiledStep(EagerStep):
         """Return everything that a step depends on, apart from its arguments and values of tensors."""
         parts = [*self._modules.state().values(), *self.optimizer.state()]
         elbo = self.loss.elbo
-        parts += [elbo.num_particles, elbo.vectorize_particles, elbo.estimator]
+        parts += [elbo.num_particles, elbo.vectorize_particles, elbo.estimator, validates(None)]
         parts += [id(stored_parameter(name)) for name in self._stored]
         parts += [(type(each), key_of(vars(each))) for each in handlers_around()]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):

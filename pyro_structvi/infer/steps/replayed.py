@@ -10,7 +10,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import brief
+from pyro_structvi._checks import LATER, brief, validates
 from pyro_structvi._torch import has_gradient_hook, put_together, take_apart
 from pyro_structvi.infer.steps.eager import Loss, numbers_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
@@ -193,7 +193,7 @@ class ReplayedStep:
         """Return the numbers of a step and the gradient of each parameter that has one."""
         args, kwargs = call.with_tensors(tensors)
         blocks = nullcontext() if self._backend is None else rows_in_one()
-        with pyro.validation_enabled(False), blocks:
+        with pyro.validation_enabled(LATER if validates(None) else False), blocks:
             terms = self._loss.terms(*args, **kwargs)
         loss = -terms.weighted(kl_weight)
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
