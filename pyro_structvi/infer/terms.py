@@ -150,9 +150,8 @@ def _checked(likelihood: Any, value: Tensor) -> tuple[Tensor, Tensor | None]:
     if support is constraints.real:  # only NaN is not in it
         return value, None
     is_inside = support.check(value)
-    if (
-        support.is_discrete and not support.event_dim
-    ):  # an index, which ends a GPU's process if wrong
+    if support.is_discrete and not support.event_dim:
+        # A wrong index ends the process on a GPU.
         value = torch.where(is_inside, value, 0)
     return value, is_inside.all()
 

@@ -242,9 +242,8 @@ class _Weighed(Messenger):
         check_shape("weights", weights, [size], "(batch,)")
         check_same_kind("weights", weights, "net(x)", output)
         is_valid = (weights >= 0) & weights.isfinite()
-        if not _is_seen(
-            weights
-        ):  # the step is not finite, and Python, which takes it again, says why
+        if not _is_seen(weights):
+            # The step is not finite, and Python repeats it with an error.
             weights = torch.where(is_valid, weights, math.nan)
         elif not bool(is_valid.all()):
             raise ValueError(

@@ -242,6 +242,8 @@ def _depends_on(rows: Tensor, values: list[Tensor]) -> bool:
     """Whether a graph of gradients leads to one of its leaves."""
     # It is walked and not run, since a backward pass would compute activation checkpoints again.
     leaves = {id(value) for value in values}
+    if id(rows) in leaves:
+        return True
     nodes, known = [rows.grad_fn], set()
     while nodes:
         node = nodes.pop()
