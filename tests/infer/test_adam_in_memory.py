@@ -56,7 +56,9 @@ def test_a_move_is_cut_to_the_same_bits_for_a_number_and_a_tensor():
             assert torch.equal(cut, _at_most(torch.tensor(size, dtype=torch.float64), move))
 
 
-@pytest.mark.parametrize("make_guide", [ps.RowwiseGuide, ps.MatrixNormalGuide])
+@pytest.mark.parametrize(
+    "make_guide", [ps.RowwiseGuide, pytest.param(ps.MatrixNormalGuide, marks=pytest.mark.slow)]
+)
 def test_traced_steps_cut_moves_as_pythons(make_guide):
     """Noise of 3 leaves posteriors near the prior, whose second moves are large."""
     torch.set_default_dtype(torch.float32)
