@@ -112,7 +112,7 @@ class StructuredAdam(torch.optim.Optimizer):
         for value in parameters:
             if not isinstance(value, Tensor):
                 raise TypeError(
-                    f"`parameters` must be tensors, as `guide.parameters()` has them, but got "
+                    "`parameters` must be tensors, as `guide.parameters()` has them, but got "
                     f"{brief(value)}. Write `add_param_group` for parameters with options of their own."
                 )
         self._held = held = {
@@ -148,7 +148,7 @@ class StructuredAdam(torch.optim.Optimizer):
             ValueError: If it has another ``clip``, which is of all gradients together, or an option that
                 is none of this optimizer, or a parameter is a slice of a larger tensor.
         """
-        unknown = {*param_group} - {*self.defaults, "params", "unit", "initial_lr"}
+        unknown = {*param_group} - {*self.defaults, "params", "initial_lr"}
         if unknown:
             raise ValueError(
                 f"`param_group` must have options among {[*self.defaults]}, but got {sorted(unknown)}. "

@@ -154,11 +154,8 @@ def linear_moments(application: Application) -> RandomTensor:
     linear_map, x, weight, bias, arrangement = application
     settings = settings_of(x, weight, bias)
     is_stack = arrangement is not None and arrangement.stack > 0  # whose rows are no examples
-    if (
-        arrangement is not None
-        and arrangement.is_of_vectors
-        and not isinstance(weight, RandomWeight)
-    ):
+    is_of_vectors = arrangement is not None and arrangement.is_of_vectors
+    if is_of_vectors and not isinstance(weight, RandomWeight):
         products: RandomTensor = (x * weight).sum(-1, keepdim=True)  # whose covariances are known
         return products
     both = isinstance(weight, RandomWeight) and isinstance(bias, RandomWeight)

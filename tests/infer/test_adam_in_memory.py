@@ -99,6 +99,8 @@ def test_options_that_it_does_not_have_are_refused():
     message = r"`param_group` must have options among .* but got \['maximize', 'weight_decay'\]"
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [second], "weight_decay": 1.0, "maximize": True})
+    with pytest.raises(ValueError, match=r"but got \['unit'\]"):  # which follows from the parameter
+        optimizer.add_param_group({"params": [second], "unit": 1.0})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [second], "lr": 0.2})
     for wrong in ({"params": [first]}, ("weight", first)):
