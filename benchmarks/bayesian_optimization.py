@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def optimize(problem: Problem, method: str, trial: int, is_quick: bool) -> tuple[float, float]:
-    """Return the regret of the best value that was found, and the seconds of a fit."""
+    """Return the regret of the best value that was found, and the processor's seconds of a fit."""
     function, rounds = problem.make_function(trial), 2 if is_quick else problem.rounds
     low, high = function.bounds
     torch.manual_seed(trial)
@@ -146,10 +146,10 @@ def optimize(problem: Problem, method: str, trial: int, is_quick: bool) -> tuple
     y = function(low + (high - low) * x).unsqueeze(-1)
     seconds = 0.0
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         outcomes = (y - y.mean()) / y.std()
         model = METHODS[method](x, outcomes, is_quick)
-        seconds += time.perf_counter() - start
+        seconds += time.process_time() - start
         new = suggest(model, x, outcomes, problem.batch)
         x = torch.cat([x, new])
         y = torch.cat([y, function(low + (high - low) * new).unsqueeze(-1)])
