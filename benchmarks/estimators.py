@@ -140,6 +140,7 @@ METHODS: dict[str, Callable[..., Score]] = {
     "chains": bayesian_mlp(refine=True),
     "chains, normal prior": bayesian_mlp(prior_df=None),
     "chains, normal noise": bayesian_mlp(noise_df=None),
+    "chains, learned noise": bayesian_mlp(noise_df="learned"),
     "chains, energy variance 0.02": bayesian_mlp(energy_variance=0.02),
     "points": bayesian_mlp(refine=False),
     "points, no skip": bayesian_mlp(refine=False, skip=False),

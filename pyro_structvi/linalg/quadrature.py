@@ -22,16 +22,26 @@ def gauss_hermite(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def gauss_jacobi(count: int, exponent: float) -> tuple[np.ndarray, np.ndarray]:
-    r"""Return nodes and weights of :math:`\int_0^1 v^a f(v) dv`, for an exponent a above -1.
+def gauss_legendre(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return nodes and weights of an integral from 0 to 1, exact for degree ``2 count - 1``."""
+    nodes, weights = np.polynomial.legendre.leggauss(count)
+    return (1 + nodes) / 2, weights / 2
 
-    Exact for degree ``2 count - 1``: eigenvalues of a tridiagonal matrix (Golub and Welsch, 1969).
+
+def gauss_jacobi(count: int, exponent: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return nodes and weights of :math:`\int_0^1 v^a f(v) dv`, ``(*exponents, count)``.
+
+    Each exponent a is above -1. Exact for degree ``2 count - 1``: eigenvalues of a tridiagonal matrix
+    (Golub and Welsch, 1969). Differentiable with respect to the exponents.
     """
-    n, a = np.arange(1, count), exponent
-    diagonal = np.append(a / (a + 2), a * a / ((2 * n + a) * (2 * n + a + 2)))
-    beside = 2 * n * (n + a) / ((2 * n + a) * np.sqrt((2 * n + a + 1) * (2 * n + a - 1)))
-    nodes, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
-    return (1 + nodes) / 2, vectors[0] ** 2 / (a + 1)
+    a = exponent.unsqueeze(-1)
+    n = torch.arange(1, count).to(a)
+    diagonal = torch.cat([a / (a + 2), a * a / ((2 * n + a) * (2 * n + a + 2))], -1)
+    beside = 2 * n * (n + a) / ((2 * n + a) * ((2 * n + a + 1) * (2 * n + a - 1)).sqrt())
+    lower = torch.diag_embed(beside, -1)
+    # Gradients of both triangles: `eigh` reads one of them.
+    nodes, vectors = torch.linalg.eigh(torch.diag_embed(diagonal) + lower + lower.mT)
+    return (1 + nodes) / 2, vectors[..., 0, :].square() / (a + 1)
 
 
 @cache

@@ -80,6 +80,10 @@ def likelihood_at_nodes(
         for attribute in declared_samples(model)
         if (name := declared_name(model, attribute)) in posteriors
     }
+    if own and model.terms == "pairs":
+        raise NotImplementedError(
+            f"Heteroscedastic noise with the sites {[*own]} has no quadrature here. Predict with draws."
+        )
     first = {"elements": 1, "pairs": 2, "last dimension": output.shape[-1]}[model.terms]
     nodes, weights = nodes_of(first + len(own), output.loc)
     values = {name: _at(q, nodes[:, first + i], name) for i, (name, q) in enumerate(own.items())}

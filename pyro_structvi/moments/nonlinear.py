@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_structvi._torch import inside_forward_derivative
 from pyro_structvi.linalg.matrices import floored_sqrt
-from pyro_structvi.linalg.quadrature import gauss_hermite, gauss_jacobi
+from pyro_structvi.linalg.quadrature import gauss_hermite, gauss_legendre
 from pyro_structvi.moments.random_tensor import RandomTensor
 
 NODES = 32
@@ -234,7 +234,7 @@ def clamp(low: float | None = None, high: float | None = None) -> ClosedForm:
         is_wide, s = v > length**2, floored_sqrt(v).clamp_min(length)
         part, weights = (
             torch.as_tensor(each).to(inside).reshape(-1, *(1 for _ in m.shape))
-            for each in gauss_jacobi(INTERVAL_NODES, 0.0)
+            for each in gauss_legendre(INTERVAL_NODES)
         )
         shares = weights * length / s * normal_density(in_deviations(length * part - inside, s))
         beyond = normal_cdf(in_deviations(inside - length, s))

@@ -58,7 +58,9 @@ class Regressor(Likelihood):
         output: From the return value of the net to the means, as for ``Classifier``.
         noise: In place of ``noise_scale``: the same; ``"learned"`` for the prior ``HalfNormal(1)``, for
             targets of standard deviation 1; or ``"heteroscedastic"``.
-        df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
+        df: Degrees of freedom of Student's t-distribution, above 1; ``"learned"`` for 1 plus the latent
+            site ``df_minus_one``, whose prior is Gamma(2, 0.1); a distribution over positive numbers as
+            the prior of that site; or None for normal noise.
         noise_floor: The floor of heteroscedastic noise, in the units of ``noise_scale``. Counts and
             ratings need one, since the likelihood of repeated values grows without bound as the noise
             vanishes: the standard deviation of rounding is the spacing of values over the root of 12.
@@ -85,7 +87,8 @@ class Regressor(Likelihood):
     References:
         Nix and Weigend (1994), "Estimating the mean and variance of the target probability
         distribution", for heteroscedastic noise; Lange, Little and Taylor (1989), "Robust statistical
-        modeling using the t distribution".
+        modeling using the t distribution"; Juárez and Steel (2010), "Model-based clustering of
+        non-Gaussian panel data based on skew-t distributions", for the prior of degrees of freedom.
     """
 
     __constants__: ClassVar = ["df", "is_heteroscedastic"]
@@ -99,7 +102,7 @@ class Regressor(Likelihood):
         output: Output | None = None,
         *,
         noise: NoiseScale | Literal["learned", "heteroscedastic"] | None = None,
-        df: DegreesOfFreedom | None = None,
+        df: DegreesOfFreedom | torch.distributions.Distribution | Literal["learned"] | None = None,
         noise_floor: Positive = SMALLEST_FLOOR,
         standardize: tuple[Tensor, Tensor] | None = None,
     ) -> None:
@@ -119,7 +122,14 @@ class Regressor(Likelihood):
                 "positive numbers; or in its place `noise`, which takes these too, "
                 '"learned" for the prior HalfNormal(1), or "heteroscedastic" for a scale by the net.'
             )
-        self.df = None if df is None else float(df)  # torch takes no number of NumPy
+        self.df: float | Literal["learned"] | None = None
+        if isinstance(df, str | torch.distributions.Distribution):
+            self.df = "learned"
+            prior = dist.Gamma(2.0, 0.1) if isinstance(df, str) else df
+            like = self._example.new_zeros(())
+            sample_from(self, "df_minus_one", resolve_prior(prior, "df", like), like.shape)
+        elif df is not None:
+            self.df = float(df)  # torch takes no number of NumPy
         self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"
         if noise_floor != SMALLEST_FLOOR and not self.is_heteroscedastic:
             raise ValueError(
@@ -131,11 +141,16 @@ class Regressor(Likelihood):
         if not self.is_heteroscedastic:
             self._set_scale(name, dist.HalfNormal(1.0) if isinstance(given, str) else given)
 
-    def _set_scale(self, name: str, noise_scale: Any) -> None:
-        """Make the noise scale a site or a buffer with the net's dtype and device."""
+    @property
+    def _example(self) -> Tensor:
+        """A number with the net's dtype, at least in single precision, and device."""
         tensors = [*self.net.parameters(), *self.net.buffers()]
         example = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
-        example = at_least_single(example.detach().new_zeros(()))
+        return at_least_single(example.detach().new_zeros(()))
+
+    def _set_scale(self, name: str, noise_scale: Any) -> None:
+        """Make the noise scale a site or a buffer with the net's dtype and device."""
+        example = self._example
         if isinstance(noise_scale, torch.distributions.Distribution):
             like = example.new_zeros(noise_scale.batch_shape + noise_scale.event_shape)
             prior = resolve_prior(noise_scale, name, like)
@@ -155,8 +170,11 @@ class Regressor(Likelihood):
             check_shape("y", y, mean.shape[plates:], meaning)
             y = at_least_single(y)
             check_same_kind("y", y, "net(x)", mean)
-        event = mean.dim() - plates - 1
-        noise = dist.Normal if self.df is None else partial(StudentTNoise, self.df)
+        event, noise = mean.dim() - plates - 1, dist.Normal
+        if self.df is not None:
+            is_learned = self.df == "learned"
+            df = 1 + _of_draws(self.df_minus_one, 0, mean) if is_learned else self.df
+            noise = partial(StudentTNoise, df)
         self._observe(lambda: noise(mean, scale).to_event(event), y)
         return mean
 
@@ -175,10 +193,8 @@ class Regressor(Likelihood):
             mean, scale = found, self.noise_scale
             is_site = "noise_scale" in declared_samples(self)
             own = prior_of(self, "noise_scale").event_shape if is_site else scale.shape
-            split = scale.dim() - len(own)
-            if split:  # (*plates, 1, *shape)
-                ones = (1,) * (mean.dim() - scale.dim())
-                scale = scale.reshape(*scale.shape[:split], *ones, *scale.shape[split:])
+            if scale.dim() > len(own):
+                scale = _of_draws(scale, len(own), mean)
             else:
                 target = mean.shape[plates + 1 :]
                 check_broadcastable("noise_scale", scale, target, "the shape of a target")
@@ -188,6 +204,13 @@ class Regressor(Likelihood):
             target, meaning = mean.shape[plates + 1 :], "the shape of a target by the net's output"
             check_broadcastable("standardize[1].mean(0)", self.target_mean, target, meaning)
         return mean * self.target_scale + self.target_mean, scale * self.target_scale
+
+
+def _of_draws(site: Tensor, event_dim: int, mean: Tensor) -> Tensor:
+    """Return a site ``(*plates, *shape)`` as ``(*plates, 1, *shape)``, to broadcast to the means."""
+    plates, shape = site.shape[: site.dim() - event_dim], site.shape[site.dim() - event_dim :]
+    ones = (1,) * (mean.dim() - site.dim() if plates else 0)
+    return site.reshape((*plates, *ones, *shape))
 
 
 class StudentTNoise(dist.StudentT):

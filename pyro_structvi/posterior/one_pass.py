@@ -221,7 +221,8 @@ def _log_density(likelihood: Any, at: AtNodes, y: Tensor, correlation: Tensor | 
                     joint.append(normal.log_prob(y))
                 return _log_average(weights, torch.stack(joint))
             if isinstance(base, StudentT):
-                df = base.df.reshape(-1)[0]  # that of the model, for all
+                # All examples share it, as a noise scale that is a site.
+                df = base.df if at.inner == 1 else base.df.unflatten(0, (at.inner, -1))[0]
                 log_probs = student_t_plus_normal_log_prob(y - mean, df, noise, own)
             else:
                 scale = floored_sqrt(noise.square() + own)

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import StudentT
 
+from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.linalg.quadrature import find_root, gauss_jacobi
 from pyro_structvi.weights.torch_distributions import (
     base_of,
@@ -61,11 +63,12 @@ def _roots(base: Any, cdf: Function, icdf: Function, levels: Tensor) -> Tensor:
         return found
 
     found = find_root(excess, parts.amin(1), parts.amax(1))
-    if not parts.requires_grad:
+    values = found.unsqueeze(1)
+    share = shares(values)
+    if not share.requires_grad:
         return found
     # The derivative of the root is that of a step of Newton's method, which is zero there.
-    values = found.unsqueeze(1)
-    share, density = shares(values), base.log_prob(values).exp()
+    density = base.log_prob(values).exp()
     density = density.where((share > 0) & (share < 1), 0).mean(1).detach()
     excess_now = share.mean(1) - levels.squeeze(1)
     step: Tensor = excess_now / density.clamp_min(torch.finfo(density.dtype).tiny)
@@ -76,40 +79,59 @@ def _functions_of(base: Any) -> tuple[Function, Function]:
     """Return the distribution function of elements and its inverse; torch has none of Student's t."""
     if not isinstance(base, StudentT):
         return base.cdf, base.icdf
-    df = float(base.df.flatten()[0])
-    if df > MOST_DF or not bool((base.df == df).all()):
+    df = shrink(base.df, base.df.dim())
+    if bool((df > MOST_DF).any()):
         raise NotImplementedError
+    if bool((df == df.flatten()[0]).all()):  # of the model, for all draws
+        df = df.flatten()[0]
+    standard_cdf = _student_t(df)
 
     def cdf(values: Tensor) -> Tensor:
-        return student_t_cdf((values - base.loc) / base.scale, df)
+        return standard_cdf((values - base.loc) / base.scale)
 
     def icdf(levels: Tensor) -> Tensor:
         # The tail beyond t has a probability of at most (t / sqrt(df)) ** -df.
-        far = math.sqrt(df) * torch.minimum(levels, 1 - levels) ** (-1 / df)
-        standard = find_root(lambda t: student_t_cdf(t, df) - levels, -far, far)
+        far = df.sqrt() * torch.minimum(levels, 1 - levels) ** (-1 / df)
+        standard = find_root(lambda t: standard_cdf(t) - levels, -far, far)
         found: Tensor = base.loc + base.scale * standard
         return found
 
     return cdf, icdf
 
 
-def student_t_cdf(t: Tensor, df: float) -> Tensor:
-    r"""Return the distribution function of Student's t.
+def student_t_cdf(t: Tensor, df: Tensor) -> Tensor:
+    r"""Return the distribution function of Student's t, of degrees of freedom that broadcast to t.
 
     With :math:`t = \sqrt\nu \tan\theta` it is proportional to the integral of
-    :math:`\cos^{\nu - 1}` up to :math:`\theta`: for a whole number of degrees of freedom by the
+    :math:`\cos^{\nu - 1}` up to :math:`\theta`: for one whole number of degrees of freedom by the
     recursion of its antiderivatives, else by a Gauss-Jacobi quadrature of the tail.
 
     Example:
-        >>> student_t_cdf(torch.tensor([-1.0, 0.0, 1.0]), 1)
+        >>> student_t_cdf(torch.tensor([-1.0, 0.0, 1.0]), torch.tensor(1.0))
         tensor([0.2500, 0.5000, 0.7500])
 
     References:
         Abramowitz and Stegun (1972), "Handbook of mathematical functions", 26.7.3 and 26.7.4.
     """
-    if df % 1:
-        tail = _student_t_tail(torch.where(t < 0, -t, t), df)
+    return _student_t(df)(t)
+
+
+def _student_t(df: Tensor) -> Function:
+    """Return the distribution function, with the nodes of its quadrature."""
+    if not df.dim() and not df.requires_grad and df % 1 == 0:
+        return partial(_by_recursion, df=int(df))
+    nodes, weights = gauss_jacobi(NODES, df - 1)
+    gammas = torch.lgamma(df / 2) - torch.lgamma((df + 1) / 2)
+    weights = weights * (math.pi**-0.5 * (-gammas).exp()).unsqueeze(-1)
+
+    def cdf(t: Tensor) -> Tensor:
+        tail = _student_t_tail(torch.where(t < 0, -t, t), df, nodes, weights)
         return torch.where(t < 0, tail, 1 - tail)
+
+    return cdf
+
+
+def _by_recursion(t: Tensor, df: int) -> Tensor:
     ratio = (t / math.sqrt(df)).clamp(-LARGEST_RATIO, LARGEST_RATIO)  # the tangent
     square = 1 / (1 + ratio.square())  # of the cosine
     if df % 2:
@@ -117,22 +139,21 @@ def student_t_cdf(t: Tensor, df: float) -> Tensor:
     else:
         sine = ratio * square.sqrt()
         integral, whole, first, term = sine, 2.0, 3, sine * square
-    for power in range(first, int(df), 2):  # the term is cos ** (power - 1) * sin
+    for power in range(first, df, 2):  # the term is cos ** (power - 1) * sin
         integral = term / power + (power - 1) / power * integral
         whole *= (power - 1) / power
         term = term * square
     return 0.5 + integral / whole
 
 
-def _student_t_tail(t: Tensor, df: float) -> Tensor:
+def _student_t_tail(t: Tensor, df: Tensor, nodes: Tensor, weights: Tensor) -> Tensor:
     r"""Return the probability beyond t, which is not negative.
 
     With the angle :math:`u = \pi / 2 - \theta` the integral is that of :math:`\sin^{\nu - 1}` up to u,
     :math:`u^\nu \int_0^1 v^{\nu - 1} (\sin(u v) / (u v))^{\nu - 1} dv`.
     """
-    angle = torch.atan2(torch.full_like(t, math.sqrt(df)), t)
+    angle = torch.atan2(df.sqrt().expand_as(t), t)
     total = torch.zeros_like(angle)
-    for node, weight in zip(*gauss_jacobi(NODES, df - 1), strict=True):
+    for node, weight in zip(nodes.unbind(-1), weights.unbind(-1), strict=True):
         total = total + weight * torch.sinc(angle * (node / math.pi)) ** (df - 1)
-    whole = math.sqrt(math.pi) * math.exp(math.lgamma(df / 2) - math.lgamma((df + 1) / 2))
-    return angle**df * total / whole
+    return angle**df * total

@@ -158,7 +158,7 @@ def _likelihood_of(model: Any) -> JaxLikelihood:
 def _regression(model: Regressor) -> JaxLikelihood:
     buffer = dict(model.named_buffers(recurse=False)).get("noise_scale")
     known = None if buffer is None else to_array(buffer)
-    name = declared_name(model, "noise_scale")
+    name, of_df = (declared_name(model, each) for each in ("noise_scale", "df_minus_one"))
 
     def likelihood(output: Any, sites: dict[str, Any]) -> Any:
         if model.is_heteroscedastic:
@@ -166,10 +166,10 @@ def _regression(model: Regressor) -> JaxLikelihood:
             scale = jnp.hypot(jax.nn.softplus(raw), model.noise_floor)
         else:
             scale = sites[name] if known is None else jnp.asarray(known)
-        is_normal = model.df is None
-        return _over_targets(
-            dist.Normal(output, scale) if is_normal else dist.StudentT(model.df, output, scale)
-        )
+        if model.df is None:
+            return _over_targets(dist.Normal(output, scale))
+        df = 1 + sites[of_df] if model.df == "learned" else model.df
+        return _over_targets(dist.StudentT(df, output, scale))
 
     return likelihood
 

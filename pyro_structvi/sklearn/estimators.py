@@ -91,7 +91,8 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         random_state: A seed or a ``RandomState``.
         progress: Whether to show progress bars.
         noise_df: The degrees of freedom of the noise, which has a Student's t distribution, robust to
-            outliers, above 1 and at most 200; None for normal noise.
+            outliers, above 1 and at most 200; "learned" for a posterior over them; None for normal
+            noise.
         noise_floor: The noise has at least this scale, in the targets' units. "auto" is none, or for
             targets with a quarter as many values as there are distinct examples, such as counts and
             ratings, the least spacing of the values over the root of 12, the deviation of rounding.
@@ -124,7 +125,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
     # With 1 normals are far too wide where the noise is small.
     kl_weights_of_mixture = 0.3, 0.1
 
-    noise_df: float | None = field(default=5.0, kw_only=True)
+    noise_df: float | Literal["learned"] | None = field(default=5.0, kw_only=True)
     noise_floor: float | Literal["auto"] = field(default="auto", kw_only=True)
 
     @all_or_nothing
@@ -198,11 +199,12 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         return densities
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
-        if self.noise_df is not None and not 1 < self.noise_df <= MOST_DF:
-            raise ValueError(
-                f"`noise_df` must be above 1 and at most {MOST_DF}, or None for normal noise, but got "
-                f"{self.noise_df!r}."
-            )
+        df, words = (
+            self.noise_df,
+            f'above 1 and at most {MOST_DF}, "learned", or None for normal noise',
+        )
+        if df not in (None, "learned") and (isinstance(df, str) or not 1 < df <= MOST_DF):
+            raise ValueError(f"`noise_df` must be {words}, but got {df!r}.")
         floor = max(SMALLEST_FLOOR, self.noise_floor_ / self.y_scaler_.scale_[0])
         return Regressor(net, noise="heteroscedastic", df=self.noise_df, noise_floor=floor)
 

@@ -45,7 +45,7 @@ def output_moments(guide, x):
     """Return mean and covariance ``(N, out), (N, out, out)`` of a dense layer, by dense covariances."""
     loc = covariance = 0.0
     for site, q in posteriors_of(guide.joint_posterior(x)):
-        if "noise_scale" in site.name:
+        if not site.name.startswith("net."):
             continue
         size = q.event_shape[0]
         inputs = x if q.event_shape[1:].numel() == x.shape[-1] else F.pad(x, (0, 1), value=1.0)

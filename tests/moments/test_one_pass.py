@@ -19,8 +19,13 @@ from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.moments import integration as softmax
 from pyro_structvi.moments.integration import nodes_of
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
-from pyro_structvi.posterior.one_pass import MomentsWarning, poisson_log_normal_log_prob
+from pyro_structvi.posterior.one_pass import (
+    MomentsWarning,
+    poisson_log_normal_log_prob,
+    student_t_plus_normal_log_prob,
+)
 from pyro_structvi.testing import guides_for, points_for
+from pyro_structvi.weights.torch_distributions import base_of
 from tests.moments.one_layer import (
     SIZE,
     expected_log_likelihood,
@@ -119,6 +124,21 @@ def test_heteroscedastic_noise_is_integrated_over_both_variables(df, x):
     torch.testing.assert_close(value, (weights * log_probs).sum(), rtol=1e-4, atol=1e-4)
     density = (weights.log() + log_probs).flatten(0, 1).logsumexp(0).sum(-1)
     assert (found.log_density - density).abs().max() < 1e-3
+
+
+def test_learned_degrees_of_freedom_are_integrated_over():
+    model = ps.Regressor(linear(2), SIZE, 0.1, df="learned")
+    guide, x = fitted(model, scale=0.03), torch.randn(SIZE, 3)
+    y = x @ guide.median()["net.weight"].mT + 0.2 * torch.randn(SIZE, 2)
+    found = ps.predict_moments(model, guide, x, y=y).log_density
+    loc, covariance = output_moments(guide, x)
+    base = base_of(guide["df_minus_one"]())
+    nodes = torch.linspace(-7, 7, 301)
+    df = 1 + base.at(nodes).reshape(-1, 1, 1)
+    each = student_t_plus_normal_log_prob(y - loc, df, torch.tensor(0.1), variances(covariance))
+    weights = torch.distributions.Normal(0.0, 1.0).log_prob(nodes).unsqueeze(-1)
+    density = (weights + each.sum(-1)).logsumexp(0) + (nodes[1] - nodes[0]).log()
+    torch.testing.assert_close(found, density, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("df", [1.5, 4.0, 100.0])

@@ -8,6 +8,7 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from scipy.special import logsumexp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -127,6 +128,20 @@ def test_learned_noise_has_a_half_normal_prior():
     prior = poutine.trace(model).get_trace(torch.zeros(6, 3)).nodes["noise_scale"]["fn"]
     value = torch.tensor(0.7)
     torch.testing.assert_close(prior.log_prob(value), dist.HalfNormal(1.0).log_prob(value))
+
+
+@pytest.mark.parametrize("df", ["learned", dist.Exponential(0.2)])
+def test_learned_degrees_of_freedom_are_above_one(df):
+    """Each draw of them has the density of its own, and the prior is that of the excess."""
+    model = ps.Regressor(nn.Identity(), 6, 0.3, df=df)
+    prior = dist.Gamma(2.0, 0.1) if df == "learned" else df
+    found = poutine.trace(model).get_trace(torch.zeros(6, 2)).nodes["df_minus_one"]["fn"]
+    value = torch.tensor(7.0)
+    torch.testing.assert_close(found.log_prob(value), prior.log_prob(value))
+    x, y, excess = torch.randn(6, 2), torch.randn(6, 2), torch.tensor([0.5, 3.0, 40.0])
+    density = ps.predict(model, {"df_minus_one": excess}, x, y=y).log_density
+    each = [scipy.stats.t(1 + e, x, 0.3).logpdf(y).sum(-1) for e in excess.numpy()]
+    torch.testing.assert_close(density, torch.tensor(logsumexp(each, 0) - math.log(3)))
 
 
 @pytest.mark.parametrize(
