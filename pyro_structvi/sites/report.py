@@ -1,12 +1,12 @@
 """Reports of the posterior and the sampling of each parameter, and estimates of memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, checked, shape_text
 from pyro_structvi._pyro import declared_name, unwrapped
@@ -18,6 +18,8 @@ from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteUse
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
+Moments = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class ParameterReport:
@@ -26,14 +28,16 @@ class ParameterReport:
     Attributes:
         name: The name of the site or parameter.
         shape: Its shape.
-        state: "random", "point" for a point mass, "trained" for a parameter without a prior, "frozen".
+        state: "random", "point" for a point mass, "shared" for a posterior that several sites share,
+            "trained" for a parameter without a prior, "frozen".
         posterior: The family of its posterior; "with ..." for a bias that is joined to its weight.
         drawn: The values that an ELBO samples: "outputs" of its layer, "rows" of a lookup, "factors" of
             the weight, the "weight", or "nothing" for an unused site.
         why: The reason for sampling the weight.
-        prior: The standard deviation of the prior, None if it has none.
-        scale: The root of the mean variance of the posterior; None if it is unknown, as for inducing
-            weights that layers share.
+        prior: The standard deviation of the prior, None if it has none; under a
+            :class:`HierarchicalScale` at the median of the scale.
+        scale: The root of the mean variance of the posterior; None for a point, and if it is unknown, as
+            for inducing weights that layers share.
         parameters: The number of trained parameters.
     """
 
@@ -53,7 +57,8 @@ class GuideReport:
     """The posterior and the sampling of each parameter of a model, printed as a table.
 
     Attributes:
-        parameters: One record for each parameter, sites first.
+        parameters: One record for each parameter, sites first, then posteriors that sites share, and
+            parameters without a prior, also those that a pass of the model reads by ``pyro.param``.
     """
 
     parameters: tuple[ParameterReport, ...]
@@ -96,47 +101,63 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
         net.0.weight  (8, 4)  trained                                         32
         net.0.bias    (8,)    trained                                         8
     """
-    model = self.needed_model
+    return report_on(self, [self], [1.0], args, kwargs)
+
+
+def report_on(
+    guide: Any, members: Sequence[Any], weights: Sequence[float], args: Any, kwargs: Any
+) -> GuideReport:
+    """Report on a guide, the mixture of its members with these weights."""
+    model = guide.needed_model
     check_call(model, args, kwargs)
     with separate_randomness():
-        if not self.is_initialized:
-            self.initialize(*args, **kwargs)
-        drawn = trial_pass(model, self, *args, **kwargs)
+        if not guide.is_initialized:
+            guide.initialize(*args, **kwargs)
+        passes = [(member, *trial_pass(model, member, *args, **kwargs)) for member in members]
+    first, drawn, of_model = passes[0]
     sites = {
-        name: _report_site(name, self[name], self.uses, drawn.nodes)
-        for name in self.uses
+        name: _over_members([_report_site(name, *each) for each in passes], weights)
+        for name in first.uses
         if name in drawn.nodes
     }
     own = (_with_reason_of_weight(each, sites) for each in sites.values())
-    return GuideReport((*own, *_report_others(unwrapped(model))))
+    others = _report_others(guide, unwrapped(model), of_model)
+    return GuideReport((*own, *_report_shared(members), *others))
 
 
 def trial_pass(
     model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Run guide and model once, as ``StructuredELBO`` does, and return the guide's trace."""
+) -> tuple[Any, Any]:
+    """Run guide and model once, as ``StructuredELBO`` does, and return their traces."""
     with trial_run(model), DelayDraws():
         drawn = poutine.trace(guide).get_trace(*args, **kwargs)
-        poutine.replay(model, trace=drawn)(*args, **kwargs)
-    return drawn
+        of_model = poutine.trace(poutine.replay(model, trace=drawn)).get_trace(*args, **kwargs)
+    return drawn, of_model
 
 
 def _report_site(
-    name: str, posterior: SitePosterior, uses: Mapping[str, SiteUse], nodes: Mapping[str, Any]
-) -> ParameterReport:
-    site, value = posterior.site, nodes[name]["value"]
-    q = nodes[name if site.bias is None else joint_name(site)]["fn"]
+    name: str, guide: Any, drawn: Any, of_model: Any
+) -> tuple[ParameterReport, Moments | None]:
+    """Report on a site of one member, without its scale; return mean and variance beside it."""
+    posterior, value = guide[name], drawn.nodes[name]["value"]
+    site = posterior.site
+    q = drawn.nodes[name if site.bias is None else joint_name(site)]["fn"]
     is_owner = site.name == name
     prior = site.prior_scale if is_owner or site.bias is None else site.bias.prior_scale
     family = type(posterior.family).__name__ if is_owner else f"with {site.name}"
-    count = sum(each.numel() for each in posterior.parameters()) if is_owner else 0
+    count = _count_trained(posterior) if is_owner else 0
     if isinstance(q, PointMass) and not bool(q.variance.any()):
-        state, drawn, why, scale = "point", "weight", "a point", None
+        state, way = "point", ("weight", "a point")
     else:
-        state, scale = "random", _scale_of(posterior, name, q)
-        drawn, why = _way_of(value, [uses[each] for each in site.names], q)
-    shape = tuple(value.shape)
-    return ParameterReport(name, shape, state, family, drawn, why, prior, scale, count)
+        state, way = "random", _way_of(value, [guide.uses[each] for each in site.names], q)
+    row = ParameterReport(
+        name, tuple(value.shape), state, family, *way, prior=prior, parameters=count
+    )
+    return row, _moments_of(posterior, name, q)
+
+
+def _count_trained(posterior: SitePosterior) -> int:
+    return sum(each.numel() for each in posterior.parameters() if each.requires_grad)
 
 
 def _way_of(value: Any, uses: Sequence[SiteUse], q: Any) -> tuple[str, str]:
@@ -178,22 +199,67 @@ def _with_reason_of_weight(
 
 
 @torch.no_grad()
-def _scale_of(posterior: SitePosterior, name: str, q: Any) -> float | None:
-    """Return the root of a site's mean variance, or None if it is unknown or sites are coupled."""
+def _moments_of(posterior: SitePosterior, name: str, q: Any) -> Moments | None:
+    """Return mean and variance of a site's elements; None if unknown, as for coupled sites."""
     try:
-        variance = (q if isinstance(q, PointMass) else posterior()).variance
+        own = q if isinstance(q, PointMass) else posterior()
+        mean, variance = (posterior.site.split(each)[name] for each in (own.mean, own.variance))
     except (NotImplementedError, RuntimeError):
         return None
-    return float(posterior.site.split(variance)[name].mean().sqrt())
+    return mean, variance
 
 
-def _report_others(model: Any) -> Iterator[ParameterReport]:
-    """Report the parameters without a prior, trained and frozen."""
-    if not isinstance(model, nn.Module):
-        return
-    for name, parameter in model.named_parameters():
-        yield ParameterReport(name, tuple(parameter.shape), "trained", parameters=parameter.numel())
-    for module in model.modules():
+def _over_members(
+    found: Sequence[tuple[ParameterReport, Moments | None]], weights: Sequence[float]
+) -> ParameterReport:
+    """Return the row of a site, with the scale of the mixture of the members."""
+    rows, moments = [row for row, _ in found], [own for _, own in found if own is not None]
+    families = ", ".join(dict.fromkeys(row.posterior for row in rows))
+    is_known = len(moments) == len(rows)
+    scale = _scale_of_mixture(moments, weights) if is_known else None
+    count = sum(row.parameters for row in rows)
+    return replace(rows[0], posterior=families, scale=scale, parameters=count)
+
+
+@torch.no_grad()
+def _scale_of_mixture(moments: Sequence[Moments], weights: Sequence[float]) -> float | None:
+    """Return the root of the mean variance within and between members; None for one point."""
+    pairs = [*zip(weights, moments, strict=True)]
+    center = sum(weight * mean for weight, (mean, _) in pairs)
+    parts = (weight * (own + (mean - center) ** 2) for weight, (mean, own) in pairs)
+    return float(torch.as_tensor(sum(parts)).mean().sqrt()) or None
+
+
+def _report_shared(members: Iterable[Any]) -> Iterator[ParameterReport]:
+    """Report the posteriors that several sites share, of all members in one row."""
+    found: dict[str, list[SitePosterior]] = {}
+    for member in members:
+        own = {*member.posteriors.values()}
+        for posterior in member.all_posteriors():
+            if posterior not in own:
+                found.setdefault(posterior.site.name, []).append(posterior)
+    for name, shared in found.items():
+        shape, family = tuple(shared[0].site.shape), type(shared[0].family).__name__
+        count = sum(map(_count_trained, shared))
+        yield ParameterReport(name, shape, "shared", family, parameters=count)
+
+
+def _report_others(guide: Any, model: Any, of_model: Any) -> Iterator[ParameterReport]:
+    """Report the parameters outside of posteriors, trained and frozen."""
+    modules = [guide, model] if isinstance(model, nn.Module) else [guide]
+    found = {name: value for module in modules for name, value in module.named_parameters()}
+    for name in of_model.param_nodes:
+        # A module reads its own parameter, also if Pyro's store has another of that name.
+        found.setdefault(name, of_model.nodes[name]["value"])
+    known = {parameter for each in guide.all_posteriors() for parameter in each.parameters()}
+    for name, value in found.items():
+        parameter = value if isinstance(value, nn.Parameter) else value.unconstrained()
+        if parameter not in known:
+            known.add(parameter)
+            is_trained = parameter.requires_grad
+            state, count = ("trained", parameter.numel()) if is_trained else ("frozen", 0)
+            yield ParameterReport(name, tuple(value.shape), state, parameters=count)
+    for module in modules[-1].modules():
         for attribute in frozen_names(module):
             shape = tuple(getattr(module, attribute).shape)
             yield ParameterReport(declared_name(module, attribute), shape, "frozen")

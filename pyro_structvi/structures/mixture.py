@@ -1,8 +1,6 @@
 """Mixtures of posteriors in several basins, and mixtures of points: deep ensembles."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -17,7 +15,7 @@ from pyro_structvi.sites.autoguide import OwningAutoGuide, check_not_given, decl
 from pyro_structvi.sites.family import GuideOptions, as_tensor
 from pyro_structvi.sites.finding import separate_randomness, starting_at
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
-from pyro_structvi.sites.report import GuideReport, ParameterReport
+from pyro_structvi.sites.report import GuideReport, report_on
 from pyro_structvi.sites.site_posterior import (
     How,
     JointPosterior,
@@ -217,14 +215,11 @@ class MixtureGuide(StructuredGuide):
         return name in self._first
 
     def report(self, *args: Any, **kwargs: Any) -> GuideReport:
-        """Report on all members as :meth:`StructuredGuide.report` on one.
+        """Report on the mixture as :meth:`StructuredGuide.report` on one member.
 
-        The scale of a site is the root of its mean variance within members, and its parameters are those
-        of all members.
+        What is sampled is that of the first member, and the parameters are those of all members.
         """
-        self._initialize_if_needed(args, kwargs)
-        reports = [member.report(*args, **kwargs).parameters for member in self.members]
-        return GuideReport(tuple(map(_over_members, zip(*reports, strict=True))))
+        return report_on(self, self.members, weights_of(self).tolist(), args, kwargs)
 
     def _initialize_if_needed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.is_initialized:
@@ -238,20 +233,6 @@ class MixtureGuide(StructuredGuide):
                 values = {} if self._starts is None else self._starts[number]
                 with starting_at(partial(_start_of_member, values, number)):
                     yield number
-
-
-def _over_members(rows: Sequence[ParameterReport]) -> ParameterReport:
-    """Return what the members report of one parameter in one row."""
-    first = rows[0]
-    if not first.posterior:  # the members share parameters without a prior
-        return first
-    squares = [row.scale**2 for row in rows if row.scale is not None]
-    return replace(
-        first,
-        posterior=", ".join(dict.fromkeys(row.posterior for row in rows)),
-        scale=math.sqrt(sum(squares) / len(squares)) if squares else None,
-        parameters=sum(row.parameters for row in rows),
-    )
 
 
 NOISE = 0.01  # of the root mean square of a start, so that scalars differ, too

@@ -61,7 +61,9 @@ class Subnetwork(Family):
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         if self.chosen is None:
             return {"rest": loc.clone(), "index": torch.arange(loc.numel(), device=loc.device)}
-        mask = self.chosen.get(site.name, torch.zeros(loc.shape, dtype=torch.bool))
+        mask = self.chosen.get(site.name)
+        if mask is None:  # under `estimate_memory` new masks would have no values
+            return {"rest": loc.clone(), "index": loc.new_empty(0, dtype=torch.long)}
         check_shape(f"chosen['{site.name}']", mask, loc.shape, "that of the site")
         return {"rest": loc.clone(), "index": mask.flatten().nonzero().squeeze(-1).to(loc.device)}
 

@@ -6,10 +6,13 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
 from torch import nn
+from torch.distributions import constraints
 
 import pyro_structvi as ps
 from pyro_structvi.families import (
@@ -282,10 +285,17 @@ def test_points_and_joined_biases_and_weights_that_are_drawn_together():
     families = {"*.weight": InducingWeights((3, 2), posterior=MatrixNormalFamily(), shared=True)}
     guide = ps.StructuredGuide(make_regressor(), {**families, "*": MeanField()})
     found = reported(guide, *regression_data())
-    weights = [each for name, each in found.items() if name.endswith("weight")]
+    weights = [found[name] for name in guide.uses if name.endswith("weight")]
     # The scale given the shared draw would be too small.
     kinds = {(each.posterior, each.scale, each.drawn) for each in weights}
     assert kinds == {("InducingWeights", None, "outputs")}
+    shared = found["inducing_weights of net.0.weight"]
+    assert (shared.state, shared.shape, shared.posterior) == (
+        "shared",
+        (6, 2),
+        "MatrixNormalFamily",
+    )
+    assert sum(each.parameters for each in found.values()) == count(guide)
 
 
 def test_a_joined_bias_has_the_scale_of_its_own_elements():
@@ -313,19 +323,68 @@ def test_chosen_elements_are_random(train_rest):
     assert (row.state, row.drawn) == ("random", "weight")
     assert row.why == "chosen elements, drawn together"
     assert row.scale == pytest.approx(0.3 / math.sqrt(3))
+    assert found.pop("subnetwork of net.0.weight").parameters == 5 + triangle(5)
     assert {(each.state, each.scale) for each in found.values()} == {("point", None)}
+    estimate = ps.estimate_memory(
+        ps.SubnetworkGuide, guide.model, {"net.0.weight": mask}, **options
+    )
+    assert estimate.total == count(guide)
+    assert estimate.parameters["subnetwork of net.0.weight"] == 5 + triangle(5)
+
+
+def test_frozen_parameters_are_not_counted():
+    """Of the net, also without a prior, and of the guide."""
+    net = ps.LastLayer(nn.Sequential(nn.Linear(3, 4)), nn.Linear(4, 1), frozen=True)
+    model = ps.Regressor(net, num_data=12, noise_scale=0.1)
+    guide = ps.MeanFieldGuide(model)
+    guide["net.head.weight"].log_scale.requires_grad_(False)
+    found = reported(guide, *regression_data())
+    rows = {name.removeprefix("net."): (row.state, row.parameters) for name, row in found.items()}
+    assert rows == {
+        "head.weight": ("random", 4),
+        "head.bias": ("random", 2),
+        "features.0.weight": ("frozen", 0),
+        "features.0.bias": ("frozen", 0),
+    }
+
+
+def test_parameters_of_a_function_are_trained_and_reported():
+    net = nn.Linear(3, 1)
+
+    def model(x, y=None):
+        pyro.module("net", net)
+        shares = pyro.param("shares", torch.full((3,), 1 / 3), constraint=constraints.simplex)
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(x @ (weight * shares) + net(x)[:, 0], 1.0), obs=y[:, 0])
+
+    found = reported(ps.MeanFieldGuide(model), *regression_data())
+    rows = {name: (row.state, row.shape, row.parameters) for name, row in found.items()}
+    assert rows == {
+        "weight": ("random", (3,), 6),
+        "net$$$weight": ("trained", (1, 3), 3),
+        "net$$$bias": ("trained", (1,), 1),
+        "shares": ("trained", (3,), 3),
+    }
 
 
 def test_a_mixture_reports_on_all_its_members():
     model, data = make_regressor(), regression_data()
     scales = iter((0.3, 0.4))
     guide = ps.MixtureGuide(model, lambda m: ps.MeanFieldGuide(m, init_scale=next(scales)), 2)
+    guide.weights.copy_(torch.tensor([0.2, 0.8]))
     found, of_one = reported(guide, *data), reported(guide.members[0], *data)
     assert found.keys() == of_one.keys()
     for name, row in found.items():
-        assert row.scale == pytest.approx(math.sqrt((0.3**2 + 0.4**2) / 2))
+        means = [member[name].loc.detach() for member in guide.members]
+        between = 0.2 * 0.8 * (means[0] - means[1]).square().mean().item()
+        assert row.scale == pytest.approx(math.sqrt(0.2 * 0.3**2 + 0.8 * 0.4**2 + between))
         assert row.parameters == 2 * of_one[name].parameters
     assert sum(row.parameters for row in found.values()) == count(guide)
+    ensemble = ps.EnsembleGuide(model, 2)
+    one, other = (member.median()["net.0.weight"] for member in ensemble.members)
+    row = reported(ensemble, *data)["net.0.weight"]
+    assert row.scale == pytest.approx((one - other).square().mean().sqrt().item() / 2)
     net = ps.bayesianize(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), {"1.*": 1.0, "*": None})
     kinds = iter((ps.MAPGuide, ps.MeanFieldGuide))
     model = ps.Regressor(net, num_data=12, noise_scale=0.1)
