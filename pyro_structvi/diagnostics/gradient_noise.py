@@ -81,10 +81,11 @@ def gradient_snr(
         of the submission to ICLR 2020.
     """
     objective = StructuredELBO() if objective is None else objective
-    trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
     def gradients() -> dict[str, Tensor]:
         terms = objective.terms(model, guide, *args, **kwargs)
+        # After the first terms, which make the parameters of a new guide of a function.
+        trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
         loss = -terms.weighted(objective.current_kl_weight)
         if not trained or not loss.requires_grad:
             raise ValueError(
@@ -119,5 +120,6 @@ def _summary(signal: Tensor, variance: Tensor, count: int) -> GradientNoise:
     signal, variance = signal[has_gradient], variance[has_gradient]
     ratio = signal / variance
     second = (signal + (count - 1) / count * variance) / variance
-    median = ratio.median() if len(ratio) else ratio.mean()
+    # The mean of the lower and the upper of two middle values; `quantile` takes no 2^24 elements.
+    median = (ratio.median() - (-ratio).median()) / 2 if len(ratio) else ratio.mean()
     return GradientNoise(float(ratio.mean()), float(median), float(second.mean()))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, Rule, check_no_nan, checked
 from pyro_structvi._pyro import ONE_THREAD, unwrapped
-from pyro_structvi.posterior.inference_data import pareto_smoothed
+from pyro_structvi.posterior.inference_data import import_arviz, pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode, sample_nodes
 from pyro_structvi.sites.finding import modules_of
@@ -35,8 +35,9 @@ class ImportanceDiagnosis:
 
     Attributes:
         k_hat: The shape of the generalized Pareto distribution of the largest weights; minus infinity
-            if all weights are equal.
-        elbo: The average of the log weights, in nats: an estimate of the evidence lower bound.
+            if all weights above zero are equal.
+        elbo: The average of the log weights, in nats: an estimate of the evidence lower bound; minus
+            infinity if a weight is zero, as beyond a constraint of the model.
         importance_weighted_bound: The log of the average weight, in nats.
         effective_sample_size: The number of posterior draws that the smoothed weights are worth.
         log_weights: The log weights ``(num_samples,)``, in nats.
@@ -78,9 +79,10 @@ def pareto_k(
         **kwargs: Their keyword arguments.
 
     Raises:
+        ImportError: If ArviZ is not installed.
         ValueError: If the guide has no density or other sites than the model, the data are not all, as
-            in a plate that takes a random part of them, ``num_samples`` is below 100, or a log weight is
-            NaN.
+            in a plate that takes a random part of them, ``num_samples`` is below 100, a log weight is
+            NaN or plus infinity, or all weights are zero.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
@@ -97,6 +99,7 @@ def pareto_k(
         inference", section 2; Burda, Grosse and Salakhutdinov (2016), "Importance weighted
         autoencoders", Theorem 1.
     """
+    import_arviz()  # an error comes before the draws
     with ONE_THREAD, evaluation_mode(model):
         joint = guide.begin_pass(*args, **kwargs)
         _check_density(guide)
@@ -185,11 +188,19 @@ def _of_draws(
 
 
 def _diagnosis(log_weights: Tensor) -> ImportanceDiagnosis:
-    check_no_nan("log p(y, w) - log q(w)", log_weights)
+    name = "log p(y, w) - log q(w)"
+    check_no_nan(name, log_weights)
+    above_zero = log_weights[log_weights.isfinite()]
+    if not len(above_zero) or log_weights.max() == math.inf:
+        raise ValueError(
+            f"`{name}` must be below infinity, and above minus infinity at some draw, but is from "
+            f"{float(log_weights.min())} to {float(log_weights.max())}. Fit the guide to the support of "
+            "the model's posterior."
+        )
     elbo = float(log_weights.mean())
     bound = float(log_weights.logsumexp(0)) - math.log(len(log_weights))
-    k_hat, size = -math.inf, float(len(log_weights))
-    if log_weights.max() - log_weights.min() > ROUNDING * max(1.0, float(log_weights.abs().max())):
+    k_hat, size = -math.inf, float(len(above_zero))
+    if above_zero.max() - above_zero.min() > ROUNDING * max(1.0, float(above_zero.abs().max())):
         smoothed, k_hat = pareto_smoothed(log_weights.cpu().numpy())
         size = 1 / float(torch.as_tensor(smoothed).softmax(0).square().sum())
     return ImportanceDiagnosis(k_hat, elbo, bound, size, log_weights)

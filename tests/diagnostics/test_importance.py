@@ -193,10 +193,33 @@ def test_the_effective_sample_size_is_of_the_smoothed_weights():
         _diagnosis(log_weights)
 
 
-def test_without_arviz_an_error_says_what_to_install(monkeypatch):
+def test_zero_weights_count_as_such():
+    """Beyond a constraint of the model: the other weights keep their tail, and are all that counts."""
+    log_weights = 2 * torch.randn(500)
+    log_weights[::2] = -torch.inf
+    smoothed, k_hat = pareto_smoothed(log_weights.numpy())
+    diagnosis = _diagnosis(log_weights)
+    assert diagnosis.k_hat == pytest.approx(float(k_hat))
+    size = 1 / np.square(np.exp(smoothed)).sum()
+    assert diagnosis.effective_sample_size == pytest.approx(size)
+    assert size < 250
+    equal = torch.where(log_weights.isinf(), log_weights, -3.0)
+    diagnosis = _diagnosis(equal)
+    assert (diagnosis.k_hat, diagnosis.effective_sample_size) == (-math.inf, 250)
+    assert diagnosis.importance_weighted_bound == pytest.approx(-3 - math.log(2))
+    for wrong in (torch.full((100,), -torch.inf), torch.tensor([0.0, torch.inf])):
+        with pytest.raises(
+            ValueError, match=r"must be below infinity, and above minus infinity at"
+        ):
+            _diagnosis(wrong)
+
+
+def test_without_arviz_an_error_says_what_to_install_before_the_draws(monkeypatch):
     monkeypatch.setitem(sys.modules, "arviz", None)
+    monkeypatch.setattr(importance, "_of_draws", None)
+    model = make_regressor()
     with pytest.raises(ImportError, match=r"ArviZ is needed: `pip install"):
-        _diagnosis(torch.randn(50))
+        pareto_k(model, ps.MeanFieldGuide(model), *regression_data())
 
 
 @pytest.mark.slow
