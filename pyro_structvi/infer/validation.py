@@ -29,7 +29,7 @@ from pyro_structvi.infer.elbo import LinearAnnealing
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.steps.eager import Loss
 from pyro_structvi.nn.random_module import separate_elements
-from pyro_structvi.posterior.prediction import Prediction, predict
+from pyro_structvi.posterior.prediction import Prediction, observed_densities, predict
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.site_posterior import SitePosterior
@@ -53,7 +53,7 @@ class Validation(CheckedFields):
         metric: A function of a :class:`~pyro_structvi.posterior.prediction.Prediction` (of 20 draws, or
             of each member of an ensemble, by ``predict(stream=True)``, without function values) and
             ``y`` that returns a number, higher is better. The mean log predictive density of an
-            example, in nats, when None.
+            example, in nats, when None; without examples that the model masks.
         every: How many steps the measurements are apart; when None once an epoch, and every 100 steps
             at most.
         patience: How many measurements in a row that are no better end the fit. Guide and model then
@@ -109,9 +109,8 @@ def same_randomness(device: torch.device) -> Iterator[None]:
 
 
 def mean_log_density(prediction: Prediction, y: Tensor) -> float:
-    """Return the log predictive density of an example, in nats, on average over the examples."""
-    assert prediction.log_density is not None
-    return float(prediction.log_density.mean())
+    """Return the log predictive density of an observed example, in nats, on average over these."""
+    return float(observed_densities(prediction).mean())
 
 
 class Measurements:

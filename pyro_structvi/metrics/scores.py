@@ -16,7 +16,7 @@ from pyro_structvi.metrics.inputs import (
     checked_probabilities,
     same_shape_doubles,
 )
-from pyro_structvi.posterior.prediction import Level, Prediction
+from pyro_structvi.posterior.prediction import Level, Prediction, observed_densities
 
 OBSERVATIONS = 100  # for the CRPS, at least, and two of each draw
 
@@ -45,7 +45,8 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Level = 0.95) ->
     """Score a prediction of numbers.
 
     The continuous ranked probability score is an unbiased estimate of the mixture's, from two random
-    observations of each draw, and at least 100 in all.
+    observations of each draw, and at least 100 in all. Elements of targets that the model masks do not
+    count.
 
     Args:
         prediction: A prediction with ``predict(..., y=y)``, not streamed.
@@ -53,7 +54,7 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Level = 0.95) ->
         level: Probability of the intervals, strictly between 0 and 1.
 
     Raises:
-        ValueError: If shapes differ, or a target is not finite or has no log density.
+        ValueError: If shapes differ, a target is not finite or has no log density, or all are masked.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -76,15 +77,21 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Level = 0.95) ->
     if not bool((prediction.log_density < torch.inf).all()):  # NaN too
         raise ValueError("`prediction.log_density` must be finite or minus infinity, but is not.")
     mean, y = same_shape_doubles(**{"prediction.mean": prediction.mean, "y": y})
+    seen = torch.ones_like(y, dtype=torch.bool)
+    seen = seen if prediction.observed is None else seen & prediction.observed
+    if not bool(seen.any()):
+        raise ValueError(
+            "`prediction` must have an observed target, but the model masks all of them. Predict where "
+            "it does not."
+        )
     lower, upper = (end.double() for end in prediction.interval(level))
     squared_error = _library("torchmetrics.functional").mean_squared_error
-    by_target = _crps(prediction, y)
     return RegressionScores(
-        rmse=float(squared_error(mean.flatten(), y.flatten(), squared=False)),
-        log_density=float(prediction.log_density.double().mean()),
-        crps=float(by_target.mean()),
-        coverage=float(((lower <= y) & (y <= upper)).double().mean()),
-        width=float((upper - lower).mean()),
+        rmse=float(squared_error(mean[seen], y[seen], squared=False)),
+        log_density=float(observed_densities(prediction).double().mean()),
+        crps=float(_crps(prediction, y)[seen].mean()),
+        coverage=float(((lower <= y) & (y <= upper))[seen].double().mean()),
+        width=float((upper - lower)[seen].mean()),
     )
 
 

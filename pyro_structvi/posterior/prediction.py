@@ -24,7 +24,7 @@ from pyro_structvi.posterior.passes import (
     count_draws,
 )
 from pyro_structvi.posterior.quantiles import mixture_quantile
-from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
+from pyro_structvi.posterior.runs import evaluation_mode, observed_elements, observed_log_prob
 from pyro_structvi.weights.torch_distributions import (
     base_of,
     in_single,
@@ -54,13 +54,16 @@ class Prediction:
         mutual_information: Entropy minus the average entropy of a draw, in nats: the uncertainty about
             the class due to the weights. None for other observations.
         log_density: Log of the predictive density of ``y``, in nats, ``(N,)``; ``()`` for one density of
-            all examples together, as under correlated noise. None without ``y``.
+            all examples together, as under correlated noise. Zero for what the model masks. None without
+            ``y``.
         functions: Return values of the model at each draw, ``(num_samples, N, ...)``, in a tuple or dict
             if the model returns one; the conditional means if it returns nothing. None if streamed.
         likelihood: The distribution of the observations at each draw, of batch shape
             ``(num_samples, N)``, at most 100 draws if streamed. None for streamed classes, or if it does
             not consist of tensors with an entry for each example.
         num_samples: Number of draws.
+        observed: Which elements of ``y`` count, ``(N, *event)``, if the model masks others; None if all
+            do, or without ``y``.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -82,6 +85,7 @@ class Prediction:
     functions: Any = None
     likelihood: Any = None
     num_samples: int = 0
+    observed: Tensor | None = None
 
     def __repr__(self) -> str:
         given = [(name, each) for name, each in vars(self).items() if isinstance(each, Tensor)]
@@ -151,6 +155,13 @@ class Prediction:
                 "for each example."
             )
         return self.likelihood
+
+
+def observed_densities(prediction: Prediction) -> Tensor:
+    """Return the log predictive densities of the examples that are observed, at least in part."""
+    density, observed = prediction.log_density, prediction.observed
+    assert density is not None
+    return density if observed is None else density[observed.reshape(*density.shape, -1).any(-1)]
 
 
 @checked
@@ -315,6 +326,8 @@ class _Reader:
             found["entropy"] = self.entropy(mean)
         if y is not None:
             found["log_density"] = observed_log_prob(node, y)
+            if (observed := observed_elements(node, y)) is not None:
+                found["observed"] = observed
         return found
 
     def keep(self, outputs: dict[str, Tensor], before: int, batch: int) -> None:
@@ -357,6 +370,7 @@ class Averages:
         self.averages: dict[str, Tensor] = {}
         self.squares: Tensor
         self.log_density: Tensor | None = None
+        self.observed: Tensor | None = None
 
     def add(self, new: dict[str, Tensor]) -> None:
         """Add values ``(draws, *shape)``."""
@@ -367,6 +381,7 @@ class Averages:
         density = new["log_density"].logsumexp(0) if "log_density" in new else None
         if not before:
             self.averages, self.squares, self.log_density = averages, squares, density
+            self.observed = new["observed"][0] if "observed" in new else None
             return
         change = averages["mean"] - self.averages["mean"]
         # In place: of many classes, the memory of new tensors takes longer than the arithmetic.
@@ -389,6 +404,8 @@ class Averages:
             found["mutual_information"] = (entropy - self.averages["entropy"]).clamp_min(0)
         if self.log_density is not None:
             found["log_density"] = self.log_density - math.log(self.count)
+        if self.observed is not None:
+            found["observed"] = self.observed
         return found
 
 

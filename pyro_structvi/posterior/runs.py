@@ -232,6 +232,21 @@ def observed_log_prob(node: Any, y: Tensor) -> Tensor:
     return log_density
 
 
+def observed_elements(node: Any, y: Tensor) -> Tensor | None:
+    """Return which elements of observations count, ``(N, *event)``; None if the model masks none."""
+    masks, part = [(node["infer"]["own_mask"], node["fn"].event_dim)], node["fn"]
+    while part is not None:
+        masks.append((getattr(part, "_mask", None), part.event_dim))  # of a MaskedDistribution
+        part = getattr(part, "base_dist", None)
+    seen = None
+    for mask, event_dim in masks:
+        if mask is not None and mask is not True:
+            own = torch.as_tensor(mask, device=y.device)
+            own = own.reshape(*own.shape, *[1] * event_dim).expand(y.shape)
+            seen = own if seen is None else seen & own
+    return seen
+
+
 def checked_observations(y: Tensor, likelihood: Any, shape: Sequence[int]) -> Tensor:
     """Check observations of a likelihood, and return them in the dtype that it takes."""
     check_no_nan("y", y)

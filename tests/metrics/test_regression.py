@@ -105,6 +105,31 @@ def test_all_scores_of_normals():
     assert single.width == pytest.approx(2 * 1.959963984540054 * scale.mean().item(), abs=1e-12)
 
 
+def test_masked_targets_do_not_count():
+    """Placeholders, of whole examples or of elements; scores are those of the observed ones."""
+    mean, y = torch.randn(400), torch.randn(400)
+    seen = torch.arange(400) % 4 > 0
+    y[~seen] = -1e6
+    prediction = normal_prediction(mean, 1.0, y)
+    density = prediction.log_density.where(seen, 0.0)
+    found = regression_scores(replace(prediction, log_density=density, observed=seen), y)
+    known = regression_scores(normal_prediction(mean[seen], 1.0, y[seen]), y[seen])
+    names = "rmse", "log_density", "coverage", "width"
+    of_found, of_known = ([getattr(each, name) for name in names] for each in (found, known))
+    assert of_found == pytest.approx(of_known, rel=1e-12)
+    expected = crps_of_a_normal(mean, 1.0, y)[seen].mean().item()
+    assert found.crps == pytest.approx(expected, abs=6 / (100 * 300) ** 0.5)
+    pairs = normal_prediction(mean.reshape(200, 2), 1.0, y.reshape(200, 2))
+    pairs = replace(
+        pairs, log_density=density.reshape(200, 2).sum(-1), observed=seen.reshape(200, 2)
+    )
+    of_pairs = regression_scores(pairs, y.reshape(200, 2))  # each has an observed element
+    assert of_pairs.log_density == pytest.approx(density.sum().item() / 200, rel=1e-12)
+    assert (of_pairs.rmse, of_pairs.coverage) == pytest.approx((known.rmse, known.coverage))
+    with pytest.raises(ValueError, match="`prediction` must have an observed target"):
+        regression_scores(replace(prediction, observed=torch.zeros(400, dtype=torch.bool)), y)
+
+
 # ---- distances -----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.infer.validation import mean_log_density
 from tests.models import linear_function, make_classifier, make_regressor, regression_data
 from tests.posterior.passed_models import draws_of
 from tests.unit_noise import assert_draws
@@ -167,6 +169,31 @@ def test_the_observed_site_must_be_unique():
     for predict, inputs in ((ps.predict, (x, 100)), (ps.predict_moments, ())):
         with pytest.raises(TypeError, match=r"`inputs` must be tensors .* num_samples=100\)"):
             predict(model, ps.MeanFieldGuide(model), *inputs)
+
+
+def test_masks_of_a_model_are_those_of_its_prediction():
+    """Around a site, in its distribution, and of single elements; over draws and mini-batches."""
+    x, y = torch.randn(6, 1), torch.randn(6, 2)
+    draws, of_examples = {"w": torch.randn(5)}, x[:, 0] > 0
+    of_elements = torch.stack([of_examples, ~of_examples], -1)
+
+    def model(x, y=None, kind=None):
+        w, rows = pyro.sample("w", dist.Normal(0.0, 1.0)), x[:, 0] > 0
+        law, elements = dist.Normal(x * w, torch.ones(len(x), 2)), torch.stack([rows, ~rows], -1)
+        law = law.mask(elements).to_event(1) if kind == "elements" else law.to_event(1)
+        law = law.mask(rows) if kind == "law" else law
+        with pyro.plate("data", len(x)), poutine.mask(mask=rows if kind == "site" else True):
+            return pyro.sample("obs", law, obs=y)
+
+    each = of_examples[:, None].expand(6, 2)
+    for kind, expected in (("site", each), ("law", each), ("elements", of_elements)):
+        found = ps.predict(partial(model, kind=kind), draws, x, y=y, batch_size=4)
+        assert torch.equal(found.observed, expected)
+        density = dist.Normal(x * draws["w"][:, None, None], 1.0).log_prob(y)
+        known = (density * expected).sum(-1).logsumexp(0) - math.log(5)
+        torch.testing.assert_close(found.log_density, known, rtol=1e-12, atol=1e-12)
+        known = known if kind == "elements" else known[of_examples]
+        assert mean_log_density(found, y) == pytest.approx(known.mean().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
