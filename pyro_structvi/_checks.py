@@ -135,10 +135,11 @@ def check(name: str, value: Any, hint: Any) -> None:
     if _accepts(value, hint):
         return
     members = [each for each in _members(hint) if each is not NoneType]
-    is_list = isinstance(value, (list, tuple)) and len(members) == 1
-    if is_list and get_origin(members[0]) is Sequence:
+    lists = [each for each in members if get_origin(each) in (Sequence, tuple)]
+    is_list = isinstance(value, (list, tuple)) and len(lists) == 1
+    if is_list and get_origin(lists[0]) is Sequence:
         for number, entry in enumerate(value):
-            check(f"{name}[{number}]", entry, get_args(members[0])[0])
+            check(f"{name}[{number}]", entry, get_args(lists[0])[0])
     wrong_values = [_kind_of_values(each) for each in members]
     is_value = None not in wrong_values or any(
         isinstance(value, kind) and value is not True for kind in wrong_values if kind
@@ -230,8 +231,13 @@ def _remedy(name: str, value: Any, members: Iterable[Any]) -> str:
     ):
         return f" Pass an instance of it, `{value.__name__}(...)`."
     if Tensor in members and (isinstance(value, (Real, Sequence)) or hasattr(value, "__array__")):
-        return f" Convert it with `torch.as_tensor({name})`."
+        return f" Convert it with {_conversion(name, value)}."
     return ""
+
+
+def _conversion(name: str, value: Any) -> str:
+    """Return code that makes a tensor; torch reads no rows of pandas or polars."""
+    return f"`torch.as_tensor({name}{'.to_numpy()' * hasattr(value, 'to_numpy')})`"
 
 
 def check_shape(
@@ -256,7 +262,7 @@ def check_tensors(name: str, values: Any) -> None:
         raise TypeError(
             f"`{name}` must be a tensor, or a tuple for a model that takes the tensors one by one, or a "
             f"mapping of tensors, but got {brief(values)}. Convert arrays with "
-            f"`torch.as_tensor({name})`."
+            f"{_conversion(name, values)}."
         )
     elif not values.dim() or not len(values):
         raise ValueError(

@@ -4,8 +4,10 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Literal
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -167,6 +169,19 @@ def test_arguments_that_do_not_fit_their_annotations():
         annotated(table={3: 3})
     with pytest.raises(TypeError, match=r"^`table\['w'\]` must be .* got a list. Convert it with"):
         annotated(table={"w": [0.0] * 99})
+
+
+def test_rows_of_pandas_and_wrong_items_of_a_list_are_named():
+    rows = pd.DataFrame({"u": [0.1, 0.5]}, index=[1, 2])
+    message = (
+        "`x` must be a torch.Tensor, but got a Series. Convert it with `torch.as_tensor(x.to_num"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        checks.check("x", rows["u"], Tensor)
+    with pytest.raises(TypeError, match=r"`torch\.as_tensor\(x\.to_numpy\(\)\)`\.$"):
+        checks.check_tensors("x", rows)
+    with pytest.raises(ValueError, match=r"^`x\[1\]` must be a number, but got a date\.$"):
+        checks.check("x", [1.0, date(2020, 1, 2)], Tensor | Sequence[float])
 
 
 @checks.checked
