@@ -52,10 +52,9 @@ def figure_of(ax: Axes) -> Figure:
 
 
 def next_style(ax: Axes, taken: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the first style that no line of the axes has, without ``taken`` colours."""
+    """Return the first style that the fewest lines of the axes have, without ``taken`` colours."""
     used = [{"color": line.get_color(), "linestyle": line.get_linestyle()} for line in ax.lines]
-    free = (style for style in CURVES if style not in used and style["color"] not in taken)
-    return next(free, CURVES[0])
+    return min((each for each in CURVES if each["color"] not in taken), key=used.count)
 
 
 def draw_diagonal(ax: Axes, label: str) -> None:
@@ -89,6 +88,11 @@ def real_array(name: str, values: Values, dim: int = 1) -> Array:
         readable = not (values.is_complex() or values.is_meta or values.dtype == torch.bool)
         array = values.cpu().double().numpy() if readable else np.array(None)
     else:
+        if np.ma.is_masked(values):
+            raise ValueError(
+                f"`{name}` must have no masked entries, which would be drawn. Leave them out, as in "
+                f"`{name}[~{name}.mask]`."
+            )
         array = np.asarray(values)
     if dim == 1 and array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]

@@ -192,7 +192,7 @@ def to_inference_data(
             sampler statistics are kept.
         x: Inputs, each a tensor or a mapping of tensors with the N examples first; a tuple for several.
         y: Observations, ``(N, *event)``.
-        num_samples: Number of draws; None for all given draws, or 100 draws of a guide.
+        num_samples: Number of draws; as for :func:`predict` when None.
         sites: Names or patterns, such as ``["net.0.*"]``, of the sites in the group ``posterior``; None
             for all, ``()`` for none. All draws of a site are kept in memory. With an empty group
             ``arviz.loo`` needs its ``reff``.

@@ -58,6 +58,10 @@ def test_curves_differ_by_colour_and_then_by_style():
     assert styles.pop("calibrated") not in styles.values()
     assert len(set(styles.values())) == len(curves) == len(CURVES)
     assert [style[0] for style in styles.values()][: len(COLOURS)] == list(COLOURS)
+    more = curves | {f"more {number}": [0.5] for number in range(len(COLOURS))}
+    styles = styles_of(plots.plot_coverage([0.5], more))
+    del styles["calibrated"]
+    assert [*styles.values()][len(CURVES) :] == [*styles.values()][: len(COLOURS)]
 
 
 def test_a_second_call_on_the_same_axes_draws_another_colour_and_one_diagonal_in_the_legend():
@@ -88,6 +92,15 @@ def test_a_legend_stands_beside_the_axes_where_the_layout_makes_room(layout, bes
     legend, axes = ax.get_legend().get_window_extent(), ax.get_window_extent()
     assert bool(legend.x0 > axes.x1) == beside
     assert legend.x1 < ax.figure.bbox.x1
+
+
+def test_masked_entries_are_not_drawn():
+    values = np.ma.masked_array([0.0, 99.0, 2.0], mask=[False, True, False])
+    with pytest.raises(
+        ValueError, match=r"`mean` must have no masked entries, .*`mean\[~mean\.mask"
+    ):
+        plots.plot_band([0.0, 1.0, 2.0], values, [0.1] * 3)
+    assert len(plots.plot_importance(values[~values.mask]).lines[0].get_xdata()) == 2
 
 
 def test_tensors_arrays_and_lists_are_drawn_alike():
