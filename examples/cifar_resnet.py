@@ -75,7 +75,8 @@ def main() -> None:
     print(f"parameters         {sum(p.numel() for p in guide.parameters())}")
     print(f"training           {seconds / 60:.2f} min, {1e3 * seconds / steps:.1f} ms a step")
     last = history.elbo[-steps // options.epochs :]
-    print(f"-ELBO / example    {-sum(last) / len(last) / len(x):.4f} nats")
+    bound = "-" if options.guide == "map" else f"{-sum(last) / len(last) / len(x):.4f} nats"
+    print(f"-ELBO / example    {bound}")
     evaluate(model, guide, load(options, train=False), device, options.num_samples)
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     )
     scores = classification_scores(prediction.mean, y_test)
     last = history.elbo[-steps // options.epochs :]
-    has_rank = options.guide != "mean-field"
+    has_rank = options.guide.startswith(("k-tied", "low-rank"))
     print(f"guide              {options.guide}{f', rank {options.rank}' if has_rank else ''}")
     print(f"parameters         {sum(p.numel() for p in guide.parameters())}")
     print(f"training           {minutes:.2f} min, {60e3 * minutes / steps:.1f} ms a step")
