@@ -35,9 +35,9 @@ class ParameterReport:
             the weight, the "weight", or "nothing" for an unused site.
         why: The reason for sampling the weight.
         prior: The standard deviation of the prior, None if it has none; under a
-            :class:`HierarchicalScale` at the median of the scale.
-        scale: The root of the mean variance of the posterior; None for a point, and if it is unknown, as
-            for inducing weights that layers share.
+            :class:`~pyro_structvi.HierarchicalScale` at the median of the scale.
+        scale: The root of the mean variance of the posterior, in a mixture within and between members;
+            None for a point, and if it is unknown, as for inducing weights that layers share.
         parameters: The number of trained parameters.
     """
 
