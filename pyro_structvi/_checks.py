@@ -135,18 +135,18 @@ def check(name: str, value: Any, hint: Any) -> None:
     if _accepts(value, hint):
         return
     members = [each for each in _members(hint) if each is not NoneType]
-    lists = [each for each in members if get_origin(each) in (Sequence, tuple)]
-    is_list = isinstance(value, (list, tuple)) and len(lists) == 1
-    if is_list and get_origin(lists[0]) is Sequence:
+    is_list = isinstance(value, (list, tuple)) and len(members) == 1
+    if is_list and get_origin(members[0]) is Sequence:
         for number, entry in enumerate(value):
-            check(f"{name}[{number}]", entry, get_args(lists[0])[0])
+            check(f"{name}[{number}]", entry, get_args(members[0])[0])
     wrong_values = [_kind_of_values(each) for each in members]
     is_value = None not in wrong_values or any(
         isinstance(value, kind) and value is not True for kind in wrong_values if kind
     )
     words = [word for each in members for word in _words(each)]
     text = " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
-    message = f"`{name}` must be {text}, but got {brief(value)}.{_remedy(name, value, members)}"
+    remedy = _wrong_item(value, members) or f".{_remedy(name, value, members)}"
+    message = f"`{name}` must be {text}, but got {brief(value)}{remedy}"
     raise ValueError(message) if is_value else TypeError(message)
 
 
@@ -223,6 +223,15 @@ def _article(kind: type) -> str:
     prefix = "torch.nn." if kind.__module__.startswith("torch.nn.modules") else ""
     name = "torch.Tensor" if kind is Tensor else prefix + kind.__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _wrong_item(value: Any, members: Iterable[Any]) -> str:
+    """Say which item of a list keeps it from being a sequence that is accepted."""
+    kinds = [get_args(each)[0] for each in members if get_origin(each) is Sequence]
+    for number, item in enumerate(value if kinds and isinstance(value, (list, tuple)) else ()):
+        if not any(_accepts(item, kind) for kind in kinds):
+            return f", whose item {number} is {brief(item)}."
+    return ""
 
 
 def _remedy(name: str, value: Any, members: Iterable[Any]) -> str:

@@ -180,7 +180,8 @@ def test_rows_of_pandas_and_wrong_items_of_a_list_are_named():
         checks.check("x", rows["u"], Tensor)
     with pytest.raises(TypeError, match=r"`torch\.as_tensor\(x\.to_numpy\(\)\)`\.$"):
         checks.check_tensors("x", rows)
-    with pytest.raises(ValueError, match=r"^`x\[1\]` must be a number, but got a date\.$"):
+    message = "^`x` must be a torch.Tensor or a Sequence, but got a list, whose item 1 is a date.$"
+    with pytest.raises(TypeError, match=message):
         checks.check("x", [1.0, date(2020, 1, 2)], Tensor | Sequence[float])
 
 
