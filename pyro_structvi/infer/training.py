@@ -323,7 +323,9 @@ def initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Let a guide make the parameters that it makes at its first call, and compare several examples."""
     if isinstance(guide, StructuredGuide):
         if not guide.is_initialized:
-            guide.handed_out.clear()  # the optimizer is made afterwards
+            for part in guide.modules():  # the members of a mixture, too
+                if isinstance(part, StructuredGuide):
+                    part.handed_out.clear()  # the optimizer is made afterwards
         if not guide.is_initialized or any(use.is_uncompared for use in guide.uses.values()):
             guide.initialize(*args, **kwargs)
     elif not list(guide.parameters()):

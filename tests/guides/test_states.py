@@ -420,6 +420,10 @@ def test_nothing_is_said_where_all_are_trained():
     guide = ps.MeanFieldGuide(model)
     assert sum(1 for _ in guide.parameters()) > 0
     ps.fit(model, guide, data, num_steps=1, progress=False)  # whose optimizer has them all
+    regressor, given = make_regressor(), regression_data()
+    guide = ps.MixtureGuide(regressor, lambda model: ps.GlobalInducingGuide(model, 4), 2)
+    assert sum(1 for _ in guide.members[0].parameters()) > 0
+    ps.fit(regressor, guide, given, num_steps=1, compiled=False, progress=False)
     optim = pyro.optim.Adam({"lr": 0.01})
     pyro.infer.SVI(model, ps.MeanFieldGuide(model), optim, elbo).step(*data)
     guide = ps.MeanFieldGuide(model)
