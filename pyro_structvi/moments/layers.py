@@ -283,10 +283,15 @@ def _group_norm(
 
 
 def _dropout(
-    input: RandomTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    input: RandomTensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
 ) -> RandomTensor:
     """Return the moments over dropped elements, exact but for covariances between them."""
-    if not training or p == 0:
+    if not (training and train) or p == 0:
         return input
     if p == 1:
         zero = torch.zeros_like(input.loc)
@@ -296,11 +301,28 @@ def _dropout(
 
 
 def _alpha_dropout(
-    input: RandomTensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    input: RandomTensor,
+    p: float,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
 ) -> RandomTensor:
-    if training and p > 0:
+    if training and train and p > 0:
         raise NotImplementedError("Alpha dropout has no moments; call `model.eval()`")
     return input
+
+
+def _rrelu(
+    input: RandomTensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    if training:
+        raise NotImplementedError("RReLU has no moments where it draws slopes; call `model.eval()`")
+    return F.leaky_relu(input, (lower + upper) / 2)
 
 
 def _softmax(
@@ -475,7 +497,9 @@ LAYER_RULES: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _dropout),
+    "feature_dropout": _dropout,
     **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), _alpha_dropout),
+    "rrelu": _rrelu,
     "softmax": _softmax,
     "log_softmax": partial(_softmax, log=True),
     "scaled_dot_product_attention": _attention,

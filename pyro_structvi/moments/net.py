@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, checked, naming
 from pyro_structvi._pyro import site_values
-from pyro_structvi.moments import rules as rules  # the rules of random tensors
 from pyro_structvi.moments.linear import posteriors_of, random_values
+from pyro_structvi.moments.own_draws import OwnDraws
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import transient_pass
@@ -19,16 +20,22 @@ from pyro_structvi.sites.structured import StructuredGuide
 
 
 def output_moments(
-    model: Likelihood, values: Mapping[str, Tensor], x: Any, settings: Settings
+    model: Likelihood,
+    values: Mapping[str, Tensor],
+    x: Any,
+    settings: Settings,
+    draws: bool = False,
 ) -> RandomTensor:
     """Return the moments of the output of a model's net, for random or known values of its sites.
 
-    If a function of the net has no rule, the message of the error names the module.
+    If a function of the net has no rule, the message of the error names the module. With ``draws`` the
+    moments are those given the draws of functions of known tensors, such as dropout of features.
     """
     with site_values(model) as cache:
         cache.update(values)
         try:
-            with transient_pass([*model.modules()]):
+            own_draws = nullcontext() if draws else OwnDraws(settings)
+            with transient_pass([*model.modules()]), own_draws:
                 output, _ = model.run_net(x)
         except NotImplementedError as error:
             raise NotImplementedError(_explained(error, model, settings)) from None

@@ -325,7 +325,7 @@ def _apply(name: str, call: Call) -> Any:
         read = NONLINEARITIES[name]
         closed = None if read is None else read(*args[1:], **kwargs)
         found = propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
-    elif next(random_among(call)).settings.linearize:
+    elif any(each.settings.linearize for each in random_among(call)):
         return linearized(call)
     else:
         raise NotImplementedError(

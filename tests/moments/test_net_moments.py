@@ -4,12 +4,16 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import Members, Subnetwork
+from pyro_structvi.moments import RandomTensor, Settings
+from pyro_structvi.moments.own_draws import OwnDraws
 from pyro_structvi.testing import guides_for
 from tests.moments.one_layer import Function, output_moments, variances
+from tests.moments.signs import assert_same, known
 
 GUIDES = guides_for("demo")
 SLOW = ("low rank, K = 5, joined", "FCG-U")
@@ -200,3 +204,167 @@ def test_sites_that_are_drawn_jointly_are_refused(family, prior):
     for use in uses:
         with pytest.raises(NotImplementedError, match="are drawn jointly"):
             use()
+
+
+# ---- functions that draw, of known inputs ---------------------------------------------------------
+
+P = 0.3
+
+
+def dropped_features():
+    features = nn.Sequential(nn.Linear(3, 4), Function(lambda h: F.dropout(h.tanh(), P)))
+    return ps.LastLayer(features, nn.Linear(4, 2), prior=1.0)
+
+
+def dropped_inputs():
+    return ps.bayesianize(nn.Sequential(nn.Dropout(P), nn.Linear(3, 2)), prior=1.0)
+
+
+NETS = {
+    "features": (dropped_features, "net.head", lambda net, x: net.features[0](x).tanh()),
+    "inputs": (dropped_inputs, "net.1", lambda net, x: x),
+}
+
+
+def dropped(name):
+    """Return model and guide, and the exact mean and covariance of the net's output at X."""
+    make_net, layer, inputs = NETS[name]
+    model = ps.Regressor(make_net(), num_data=6, noise_scale=0.3).train()
+    guide = ps.MeanFieldGuide(model, init_scale=0.2)
+    q, of_bias = guide[f"{layer}.weight"](), guide[f"{layer}.bias"]()
+    h = inputs(model.net, X)
+    of_dropped = h.square() * P / (1 - P)
+    covariance = torch.einsum("ni,oi,pi->nop", of_dropped, q.mean, q.mean)
+    of_weights = h.square() / (1 - P) @ q.variance.mT + of_bias.variance
+    return model, guide, (h @ q.mean.mT + of_bias.mean, covariance + torch.diag_embed(of_weights))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_dropout_of_what_is_known_has_its_variance_and_no_draws(name):
+    model, guide, (mean, covariance) = dropped(name)
+    found = ps.moments.NetMoments(model, guide)(X)
+    torch.testing.assert_close(found, (mean, variances(covariance)))
+    found = ps.moments.NetMoments(model, guide, covariance="full")(X)
+    torch.testing.assert_close(found, (mean, covariance))
+    y = torch.zeros(6, 2)
+    terms = ps.StructuredELBO(estimator="moments").terms(model, guide, X, y)
+    likelihood = torch.distributions.Normal(mean, 0.3).log_prob(y) - variances(covariance) / 0.18
+    torch.testing.assert_close(terms.log_likelihood["obs"], likelihood.sum())
+
+
+def test_a_prediction_in_one_pass_has_the_variance_of_dropped_features():
+    model, guide, (mean, covariance) = dropped("features")
+    prediction = ps.predict_moments(model, guide, X)
+    torch.testing.assert_close(prediction.mean, mean)
+    torch.testing.assert_close(prediction.function_variance, variances(covariance))
+
+
+def test_jensens_bound_is_that_given_the_dropped_features():
+    model, guide = last_layer(frozen=False)
+    torch.manual_seed(0)
+    loc, covariance = output_moments(guide, model.net.features(X))
+    means = loc[range(6), Y] - torch.logsumexp(loc + variances(covariance) / 2, -1)
+    torch.manual_seed(0)
+    found = ps.StructuredELBO(estimator="bound").terms(model, guide, X, Y).log_likelihood["obs"]
+    torch.testing.assert_close(found, 2 * means.sum())
+
+
+def dropped_attention(x):
+    weights = F.dropout((known(x) @ known(x).mT / 2).softmax(-1), P)
+    return weights @ x
+
+
+def dropped_heads(layer, x):
+    """Return the layer's output for known inputs, by its parts, and its weights."""
+    parts = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
+    q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in parts)
+    weights = F.dropout(known((q @ k.mT / 2**0.5).softmax(-1)), P)
+    return layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights.mean(1)
+
+
+def dropped_steps(layer, x):
+    parts = [nn.GRU(size, 3, batch_first=True) for size in (4, 3)]
+    for number, part in enumerate(parts):
+        for name, value in part.named_parameters():
+            value.data = getattr(layer, name.replace("l0", f"l{number}")).data
+    return parts[1](F.dropout(known(parts[0](x)[0]), P))[0]
+
+
+ATTENTION = nn.MultiheadAttention(4, 2, P, batch_first=True)
+GRU = nn.GRU(4, 3, 2, dropout=P, batch_first=True)
+# A function with dropout, and the same for an input that is random without variance.
+DRAWING = {
+    **{
+        each.__name__: (partial(each, p=P, training=True), lambda x, f: f(known(x)))
+        for each in (F.dropout, F.dropout1d)
+    },
+    "torch's own": (lambda x: torch.dropout(x, P, train=True), lambda x, _: F.dropout(known(x), P)),
+    "channels": (
+        lambda x: torch.feature_dropout(x, p=P, train=True),
+        lambda x, _: F.dropout1d(known(x), P),
+    ),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=P),
+        lambda x, _: dropped_attention(x),
+    ),
+    "heads": (lambda x: ATTENTION(x, x, x)[0], lambda x, _: dropped_heads(ATTENTION, x)[0]),
+    "heads without weights": (
+        lambda x: ATTENTION(x, x, x, need_weights=False)[0],
+        lambda x, _: dropped_heads(ATTENTION, x)[0],
+    ),
+    "between layers": (lambda x: GRU(x)[0], lambda x, _: dropped_steps(GRU, x)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_functions_that_call_dropout_have_its_moments(name):
+    function, expected = DRAWING[name]
+    x = torch.randn(2, 5, 4)
+    for module in (ATTENTION, GRU):
+        module.double().requires_grad_(False)
+    with OwnDraws(Settings()):
+        found = function(x)
+    assert found.variance.min() > 0
+    assert_same(found, expected(x, function))
+
+
+def test_what_draws_nothing_is_left_to_torch():
+    x, state = torch.randn(2, 5, 4), torch.get_rng_state()
+    gru = nn.GRU(4, 3, 1, batch_first=True)  # which has no layers to drop between
+    for function in (
+        *(partial(each, p=P, training=False) for each in (F.dropout, F.alpha_dropout)),
+        partial(F.dropout, p=0.0),
+        lambda x: torch.dropout(x, P, train=False),
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: nn.MultiheadAttention(4, 2, P, batch_first=True).eval()(x, x, x)[0],
+        lambda x: gru(x)[0],
+        F.rrelu,
+    ):
+        torch.set_rng_state(state)
+        with OwnDraws(Settings()), torch.no_grad():
+            found = function(x)
+        torch.set_rng_state(state)
+        assert not isinstance(found, RandomTensor)
+        assert torch.equal(found, function(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (partial(F.alpha_dropout, training=True), "Alpha dropout has no moments"),
+        (partial(F.feature_alpha_dropout, training=True), "Alpha dropout has no moments"),
+        (partial(F.rrelu, training=True), "RReLU has no moments where it draws slopes"),
+        (nn.Dropout(P, inplace=True), "`dropout` would make a known tensor random in place"),
+        (lambda x: torch.dropout_(x, P, True), "`dropout_` would make a known tensor random"),
+        (
+            nn.MultiheadAttention(4, 2, P, add_zero_attn=True),
+            "`multi_head_attention_forward` has no",
+        ),
+    ],
+)
+@pytest.mark.parametrize("linearize", [False, True])
+def test_what_draws_without_moments_is_refused(function, message, linearize):
+    x = torch.randn(2, 5, 4)
+    arguments = (x, x, x) if isinstance(function, nn.MultiheadAttention) else (x,)
+    with OwnDraws(Settings(linearize=linearize)), pytest.raises(NotImplementedError, match=message):
+        function(*arguments)
