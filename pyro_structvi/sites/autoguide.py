@@ -162,6 +162,7 @@ class OwningAutoGuide(AutoGuide):
         super().__init__(model, create_plates=create_plates)
         self.init_loc_fn = init_loc_fn
         self.handed_out = set[str]()  # names of the parameters that `parameters()` has returned
+        self.register_load_state_dict_pre_hook(_complete)
         self.register_load_state_dict_pre_hook(check_options)
         self.register_state_dict_post_hook(_add_model_sums)
         self.register_load_state_dict_pre_hook(_take_model_sums)
@@ -204,12 +205,20 @@ class OwningAutoGuide(AutoGuide):
         new = [name for name, parameter in self.named_parameters() if parameter not in before]
         if self.handed_out and new:
             warn_user(
-                f"The first call of the guide makes the parameters {new}. An optimizer of the "
-                "`guide.parameters()` of before does not train them. Call `guide.initialize(...)` with "
-                "the model's arguments first, and make the optimizer then.",
+                f"The first call of the guide, or a state dict, makes the parameters {new}, which an "
+                "optimizer of the `guide.parameters()` of before does not train. Call "
+                "`guide.initialize(...)` with the model's arguments, or load the state, first, and make "
+                "the optimizer then.",
                 NewParametersWarning,
             )
             self.handed_out.update(new)
+
+    def _lacks(self, state: Mapping[str, Any], prefix: str) -> bool:
+        """Whether a state dict has parameters that ``_make_lacking`` makes."""
+        return False
+
+    def _make_lacking(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Make the parameters of a state dict that the guide would make at its first call."""
 
     def warn_of_other_model(self) -> None:
         """Warn if the guide was loaded, and its model was neither loaded nor trained."""
@@ -235,6 +244,7 @@ class OwningAutoGuide(AutoGuide):
             RuntimeError: If families, options or shapes differ, or names with ``strict``. Nothing has
                 changed then.
         """
+        _complete(self, state_dict, strict=strict)
         check_options(self, state_dict, "")
         own = self.state_dict()
         fitting = {
@@ -326,6 +336,33 @@ def check_made_of(guide: OwningAutoGuide, model: Any, call: str) -> None:
             f"`guide` must be made of `model`, {brief(model)}, but was made of another module, "
             f"{brief(own)}. Write `{call}`, or `{type(guide).__name__}(model)`."
         )
+
+
+def _complete(
+    guide: OwningAutoGuide,
+    state: Mapping[str, Any],
+    prefix: str = "",
+    *_: Any,
+    strict: bool = False,
+) -> None:
+    """Make the parameters that a guide and its members lack of a state dict; on an error none."""
+    own = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+    lacking = [each for each, part in _guides_in(guide).items() if part._lacks(own, each)]
+    if not lacking:
+        return
+    trial = copy.deepcopy(guide)
+    for each in lacking:
+        _guides_in(trial)[each]._make_lacking(own, each)
+    trial.load_state_dict(own, strict)
+    with guide.warning_of_new_parameters():
+        for each in lacking:
+            _guides_in(guide)[each]._make_lacking(own, each)
+
+
+def _guides_in(guide: OwningAutoGuide) -> dict[str, OwningAutoGuide]:
+    """Return a guide and its members, by the prefix of their names in a state dict."""
+    named = guide.named_modules()
+    return {name and f"{name}.": part for name, part in named if isinstance(part, OwningAutoGuide)}
 
 
 def _model_sums(guide: Any) -> tuple[Tensor, Tensor]:

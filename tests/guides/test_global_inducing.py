@@ -28,6 +28,7 @@ from pyro_structvi.families import (
     Members,
     PointEstimate,
 )
+from pyro_structvi.guides import NewParametersWarning
 from pyro_structvi.structures.global_inducing.family import NormalGivenInputs
 from tests.guides.inducing_guides import assert_same_draws, randomize
 from tests.infer.compiled_steps import assert_same
@@ -321,6 +322,83 @@ def test_it_is_saved_without_its_model():
     assert_same_draws(guide, unpickled)
     with pytest.raises(RuntimeError, match="size mismatch"):
         ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
+
+
+def of_first_batch(train_inputs=False):
+    return ps.GlobalInducingGuide(make_model(2, 3, 1), 6, train_inputs=train_inputs)
+
+
+def of_two():
+    return ps.MixtureGuide(make_model(2, 3, 1), partial(ps.GlobalInducingGuide, inputs=6), 2)
+
+
+def state_of(guide):
+    guide.initialize(*data_of(2))
+    return scramble(guide).state_dict()
+
+
+def assert_state(module, state):
+    own = module.state_dict()
+    assert own.keys() == state.keys()
+    assert all(torch.equal(own[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("make", [of_first_batch, partial(of_first_batch, True), of_two])
+def test_a_state_has_the_points_of_a_guide_that_has_none_yet(make):
+    guide, new, part = (make() for _ in range(3))
+    state = copy.deepcopy(state_of(guide))
+    new.load_state_dict(state)
+    assert_state(new, state)
+    assert_same_draws(guide, new)
+    new.initialize(*data_of(2))  # with other points in its batch
+    assert_state(new, state)
+    parent = nn.ModuleDict({"guide": part})
+    parent.load_state_dict({f"guide.{name}": value for name, value in state.items()})
+    assert_state(part, state)
+
+
+def test_points_of_a_state_have_the_precision_of_the_guide():
+    state, new = state_of(of_first_batch()), of_first_batch()
+    new.load_state_dict({
+        name: value.float() if value.is_floating_point() else value for name, value in state.items()
+    })
+    assert {value.dtype for _, value in new.named_parameters()} == {torch.float64}
+    assert torch.equal(new.inducing_inputs, state["inducing_inputs"].float().double())
+
+
+def test_a_state_that_does_not_fit_places_no_points():
+    state, new = state_of(of_first_batch()), of_first_batch()
+    before, last = copy.deepcopy(new.state_dict()), next(name for name in state if "target" in name)
+    other = state_of(ps.GlobalInducingGuide(make_model(2, 3, 1), first_layer=MeanField()))
+    missing = {name: value for name, value in state.items() if name != last}
+    for wrong, message in (
+        (other, "family = MeanField instead of MatrixNormal"),
+        (missing, "Missing key"),
+        (state | {"other": torch.zeros(3)}, "Unexpected key"),
+        (state | {last: torch.zeros(7)}, "size mismatch"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            new.load_state_dict(wrong)
+        assert_state(new, before)
+    with pytest.raises(RuntimeError, match="family = MeanField instead of MatrixNormal"):
+        nn.Sequential(new).load_state_dict({f"0.{name}": value for name, value in other.items()})
+    assert_state(new, before)
+
+
+def test_another_number_of_points_and_an_optimizer_of_before_are_named():
+    state, new = state_of(of_first_batch()), of_first_batch()
+    new.initialize(*(value[:4] for value in data_of(2)))
+    before = copy.deepcopy(new.state_dict())
+    for target, lead in ((new, ""), (nn.ModuleDict({"guide": new}), "guide.")):
+        with pytest.raises(
+            RuntimeError, match=r"Load it into a new `GlobalInducingGuide\(model\)`"
+        ):
+            target.load_state_dict({f"{lead}{name}": value for name, value in state.items()})
+        assert_state(new, before)
+    new = of_first_batch()
+    assert len([*new.parameters()]) > 0
+    with pytest.warns(NewParametersWarning, match="or a state dict, makes the parameters .*target"):
+        new.load_state_dict(state)
 
 
 def test_parameters_are_of_full_precision_under_autocast():

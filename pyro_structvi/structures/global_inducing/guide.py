@@ -123,6 +123,26 @@ class GlobalInducingGuide(StructuredGuide):
             with self.warning_of_new_parameters():
                 self._place(points)
 
+    def _lacks(self, state: Mapping[str, Any], prefix: str) -> bool:
+        """Whether a state dict has inducing points and the guide none; an error if sizes differ."""
+        points, own = state.get(f"{prefix}inducing_inputs"), self.inducing_inputs
+        if not self._uses or not isinstance(points, Tensor):
+            return False
+        if own is not None and points.shape != own.shape:
+            raise RuntimeError(
+                f"`state_dict` must have inducing points of shape {tuple(own.shape)}, as the guide, but "
+                f"has a size mismatch for inducing_inputs, {tuple(points.shape)}. Load it into a new "
+                "`GlobalInducingGuide(model)` before its first call, which takes the points of the "
+                "state dict. Nothing was loaded."
+            )
+        return own is None
+
+    def _make_lacking(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Take the inducing points of a state dict."""
+        points: Tensor = state[f"{prefix}inducing_inputs"]
+        like = next(value for _, value in self.named_parameters())
+        self._place(points.to(like if points.is_floating_point() else like.device))
+
     def options(self) -> dict[str, Any]:
         """Return the arguments of :meth:`from_options`; a ``ValueError`` without inducing points."""
         if self.inducing_inputs is None:
