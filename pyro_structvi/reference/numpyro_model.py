@@ -222,8 +222,10 @@ def _make_student_t(shape: tuple[int, ...], dim: int | None, df: Any, scale: Any
     grouped = (1, *shape) if dim is None else (shape[dim], *shape[:dim], *shape[dim + 1 :])
     num_groups, size, total = grouped[0], math.prod(grouped[1:]), math.prod(shape)
     order = np.moveaxis(np.arange(total).reshape(grouped), 0, dim or 0).ravel()
+    scale_tril = jnp.asarray(scale) * jnp.eye(size)
+    # Torch has checked them; JAX would compile each operation of another check.
     group = dist.MultivariateStudentT(
-        jnp.asarray(df), jnp.zeros(size), jnp.asarray(scale) * jnp.eye(size)
+        jnp.asarray(df), jnp.zeros(size), scale_tril, validate_args=False
     )
     transforms = [
         dist.transforms.ReshapeTransform((total,), (num_groups, size)),

@@ -17,7 +17,12 @@ from tests.distributions.subject import FLOAT64, with_arguments
 from tests.unit_noise import assert_close
 
 FILTERS = (4, 2, 2)
+REPEATED = [(MATRIX, (2,)), (FILTERS, (2,)), (VECTOR, ())]  # forms of event or batch
 LAST_OF_CLASS = {type(case.make((), MATRIX, FLOAT64)): case for case in CASES}
+# Others of the class are between these in rank, or have one of their options each.
+BETWEEN = {"2-tied", "low rank 1, isotropic", "inducing weights, diagonal"}
+# Inducing weights that are given are those of a point, whose filters and batches are those of all laws.
+LIKE_INDUCING = {"given inducing weights"}
 
 
 def settings():
@@ -28,7 +33,9 @@ def settings():
             shapes += [((), VECTOR), ((3, 2), VECTOR)]
         for shape in shapes:
             # Settings of one class differ in matrices; the last one has all shapes.
-            is_repeated = case not in LAST_OF_CLASS.values() and shape != ((), MATRIX)
+            is_main = shape == ((), MATRIX)
+            has_all = case in LAST_OF_CLASS.values() and case.name not in LIKE_INDUCING
+            is_repeated = case.name in BETWEEN or not (is_main or has_all)
             marks = [pytest.mark.slow] if is_repeated else []
             yield pytest.param(case, *shape, id=f"{case.name}, {shape}", marks=marks)
 
@@ -72,8 +79,14 @@ def covariance_of_members(q):
     return away.mT @ away / members.shape[-2]
 
 
-@pytest.mark.parametrize("batch_shape", [(), (2,)], ids=str)
-@pytest.mark.parametrize("event_shape", [MATRIX, FILTERS, VECTOR], ids=str)
+@pytest.mark.parametrize(
+    ("event_shape", "batch_shape"),
+    [
+        *((MATRIX, ()), (FILTERS, ()), (VECTOR, (2,))),
+        *(pytest.param(*shapes, marks=pytest.mark.slow) for shapes in REPEATED),
+    ],
+    ids=str,
+)
 def test_contract_of_a_mixture_of_points(batch_shape, event_shape):
     q = PointMixture(torch.randn(*batch_shape, 3, *event_shape), event_dim=len(event_shape))
     check_distribution(q, mean=mean_of_members, covariance=covariance_of_members)

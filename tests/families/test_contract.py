@@ -100,7 +100,17 @@ def test_families_of_users_keep_their_texts():
     assert repr(Own()) == repr(Further()) == "mine"
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+# Its parts are in the contracts of families and of distributions.
+COMPOSED = "inducing weights, low rank"
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=name, marks=pytest.mark.slow if name == COMPOSED else ())
+        for name, family in FAMILIES.items()
+    ],
+)
 def test_contract(family):
     has_members = Members(3) in (family, getattr(family, "posterior", None))  # a pass draws one
     check_family(family, SHAPE, num_particles=20 if has_members else 1)
@@ -157,26 +167,21 @@ def check(name, model, *data):
     check_guide(make, model, *data, is_bound=counts_inducing_weights(guide))
 
 
-ALIKE = {  # another guide of the family is checked, or the same one on a net
-    "k-tied",
-    "k-tied, joined",
-    "matrix normal",
-    "eigenbasis",
-    "rowwise",
-    "low rank",
-    "inducing weights, full, not joined",
-    "dropout",
-}
+# One of each kind of posterior: independent, joined, with auxiliary variables, and without noise. Their
+# families differ from those of the others, whose own contract is above.
+KINDS = {"mean field", "matrix normal, joined", "inducing weights", "points"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ALIKE else ()) for n in GUIDES]
+    "name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.slow) for n in GUIDES]
 )
 def test_contract_of_guides(name):
     check(name, linear_function, torch.randn(6, 3), torch.randn(6, 2))
 
 
-@pytest.mark.parametrize("name", ["k-tied, joined", "dropout"])
+@pytest.mark.parametrize(
+    "name", ["k-tied, joined", pytest.param("dropout", marks=pytest.mark.slow)]
+)
 def test_contract_of_guides_on_a_net(name):
     check(name, make_regressor(6), torch.randn(6, 3), torch.randn(6, 1))
 

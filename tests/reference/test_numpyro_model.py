@@ -32,6 +32,7 @@ from pyro_structvi.moments.rules import RULES
 from pyro_structvi.reference import jax_net, to_numpyro
 from pyro_structvi.reference.jax_net import JaxNet
 
+pytestmark = pytest.mark.usefixtures("little_compiling")
 BATCH, NUM_DATA = 6, 24
 
 
@@ -50,16 +51,6 @@ class Calls(nn.Module):
 
     def forward(self, x):
         return self.function(self.linear(x) + self.offset)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_compiling():
-    """Let JAX compile with few optimizations, which is most of the time of these tests."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
 
 
 def make_mlp(outputs=2):

@@ -86,7 +86,7 @@ def chains():
 
 
 @pytest.fixture
-def given_chains(chains, monkeypatch):
+def given_chains(little_compiling, chains, monkeypatch):
     monkeypatch.setattr(GivenChains, "chains", chains)
     monkeypatch.setattr(sampling, "MCMC", GivenChains)
 
