@@ -63,6 +63,7 @@ SLOW = {
     *(page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/gallery/*.md")),
     "pyro_structvi.reference.sampling",
     "pyro_structvi.reference.mclmc",
+    "pyro_structvi.testing.guides",
 }
 
 

@@ -56,8 +56,11 @@ def test_checks_of_scikit_learn(make):
 
 @pytest.mark.parametrize(
     ("options", "shift"),
-    [(POINT, 70.0), ({**SMALL, "refine": False}, 70.0), (CHAINS, 0.0)],  # a shift rounds
-    ids=["map", "ensemble", "chains"],
+    [
+        pytest.param(POINT, 70.0, id="map"),
+        pytest.param(SMALL | {"refine": False}, 70.0, id="ensemble"),
+        pytest.param(CHAINS, 0.0, id="chains", marks=pytest.mark.slow),  # a shift rounds
+    ],
 )
 def test_predictions_are_equivariant_to_units(table, options, shift):
     """Of inputs and of targets: training sees standardized data."""
@@ -98,7 +101,7 @@ def test_the_noise_of_rounded_targets_has_the_floor_of_rounding(table):
     """The density of repeated targets has no bound else, and the noise of some rows vanishes."""
     inputs, targets = table
     ratings = 10.0 * np.digitize(targets, np.quantile(targets, np.linspace(0.1, 0.9, 7)))
-    estimator = BayesianMLPRegressor((6,), **POINT, noise_df=None)
+    estimator = BayesianMLPRegressor((6,), **POINT | {"num_steps": 2}, noise_df=None)
     floor = 10 / np.sqrt(12)
     for unit in (1.0, 1e-3):
         estimator.fit(inputs, unit * ratings + 5.0)
@@ -151,11 +154,8 @@ def test_rows_are_predicted_some_at_a_time(table, monkeypatch):
 
     def found():
         median, std = estimator.predict(inputs, return_std=True)
-        interval, density = (
-            estimator.predict_interval(inputs),
-            estimator.log_density(inputs, targets),
-        )
-        return np.column_stack([median, std, interval, density])
+        interval = estimator.predict_interval(inputs)
+        return np.column_stack([median, std, interval, estimator.log_density(inputs, targets)])
 
     at_once = found()
     monkeypatch.setattr(base, "FUNCTIONS_AT_A_TIME", 7)
@@ -231,11 +231,10 @@ def test_a_fit_depends_on_numbers_and_options_only(table, dtype):
 
     points, predictions = found(inputs)
     if dtype == "float64":  # whose rounding single precision would hide
-        np.testing.assert_array_equal(found(np.asfortranarray(inputs))[1], predictions)
-        np.testing.assert_array_equal(found(pd.DataFrame(inputs).copy())[1], predictions)
-        for block in (torch.no_grad, torch.inference_mode):
+        others = np.asfortranarray(inputs), pd.DataFrame(inputs).copy()
+        for rows, block in zip(others, (torch.no_grad, torch.inference_mode), strict=True):
             with block():
-                np.testing.assert_array_equal(found(inputs)[1], predictions)
+                np.testing.assert_array_equal(found(rows)[1], predictions)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -293,7 +292,7 @@ def test_options_are_numbers_of_numpy_too(table):
 
 def test_fits_in_several_threads_are_those_of_one(table):
     """Handlers of Pyro and the random stream of torch belong to the process."""
-    estimator = BayesianMLPRegressor((4,), **CHAINS)
+    estimator = BayesianMLPRegressor((4,), **SMALL, refine=False)
     expected = cross_val_predict(estimator, *table, cv=2)
     state = torch.get_rng_state()
     with parallel_backend("threading", n_jobs=2):
@@ -317,7 +316,7 @@ def test_points_stop_where_held_out_data_are_predicted_best():
     generator = np.random.default_rng(1)
     inputs, targets = generator.normal(size=(120, 3)), generator.normal(size=120)
     new = generator.normal(size=(400, 3)), generator.normal(size=400)
-    options = {**SMALL, "num_members": 4, "num_steps": 800, "refine": False}
+    options = {**SMALL, "num_steps": 400, "refine": False}
     estimator = BayesianMLPRegressor((20,), validation_fraction=0.25, **options)
     assert estimator.fit(inputs, targets).log_density(*new).mean() > -1.7
 
@@ -398,7 +397,7 @@ def test_held_out_examples_count_by_their_weights():
         generator.normal(size=40).repeat(2),
     )
     is_copy = np.arange(80) % 2 == 1
-    options = {**POINT, "num_steps": 400, "validation_fraction": 0.25}
+    options = {**POINT, "num_steps": 200, "validation_fraction": 0.25}
     found = []
     for copies in (targets, generator.normal(size=80)):
         own = np.where(is_copy, copies, targets)
@@ -466,7 +465,7 @@ def test_the_prior_of_a_map_of_many_inputs_has_the_variance_of_sixteen(size, sha
         ("auto", 59, "mixture"),
         ("auto", 60, "ensemble"),
         (False, 59, "ensemble"),
-        (True, 59, "ensemble"),
+        pytest.param(True, 59, "ensemble", marks=pytest.mark.slow),
     ],
 )
 def test_the_default_posterior_of_many_examples_is_a_mixture(

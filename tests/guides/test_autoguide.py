@@ -235,12 +235,14 @@ TRACED = GUIDES | {
     )
 }
 TRACED_CASES = [
-    ("inducing weights", "net", {}),
     *((name, "net", EXPANDING) for name in ("mean field", "inducing weights")),
     *((name, "plate", EXPANDING) for name in ("mean field", "points")),
     *(
         pytest.param(name, "net", options, marks=pytest.mark.slow)
-        for name, options in (("inducing ensemble", {}), ("full", EXPANDING), ("points", EXPANDING))
+        for name, options in (
+            *(("inducing weights", {}), ("inducing ensemble", {})),
+            *(("full", EXPANDING), ("points", EXPANDING)),
+        )
     ),
 ]
 

@@ -4,13 +4,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from tests.guide_cases import GUIDES
+from tests.guide_cases import GUIDES, once
 from tests.models import make_regressor, regression_data
 
 LEVELS = [1e-12, 1 - 1e-8]
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", once(GUIDES))
 def test_far_quantiles_in_single_precision_are_those_in_double(name):
     guide = GUIDES[name](make_regressor(noise_scale=dist.HalfNormal(1.0)))
     guide.initialize(*regression_data())

@@ -24,7 +24,7 @@ from pyro_structvi.families import KTied, MeanField, TransformedMeanField
 from pyro_structvi.maps import ConvolutionMap
 from pyro_structvi.weights.lazy import LazyWeight
 from pyro_structvi.weights.torch_distributions import median
-from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
+from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS, once
 from tests.models import (
     HandWritten,
     linear_function,
@@ -309,7 +309,7 @@ def test_guides_of_one_class_have_separate_names_and_leave_the_store_when_they_g
 FILTERS = ConvolutionMap(F.conv2d, (1, 2, 2)), torch.zeros(6, 1, 3, 3)
 
 
-@pytest.mark.parametrize("name", GUIDES | POINTS)
+@pytest.mark.parametrize("name", once(GUIDES | POINTS))
 def test_no_weight_of_a_linear_map_is_drawn_in_a_training_step(name, monkeypatch):
     """Small filters of some structures are drawn, as the tests of ways to apply them say."""
     drawn, draw = [], LazyWeight.draw

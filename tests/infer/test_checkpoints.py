@@ -40,7 +40,10 @@ def path(tmp_path):
 # ---- going on ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow if k == "all at once" else ()) for k in DATA],
+)
 def test_it_goes_on_bit_for_bit_from_every_step(kind, path):
     """Fits in several parts, with models that start elsewhere, are the fit in one part.
 

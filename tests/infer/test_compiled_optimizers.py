@@ -170,8 +170,14 @@ def structured_adam(guide):
 
 
 @pytest.mark.parametrize("backend", [None, slow("inductor")])
-@pytest.mark.parametrize("make_optimizer", [fused_adam, structured_adam])
-@pytest.mark.parametrize("make_guide", [ps.KTiedGuide, ps.RowwiseGuide])
+@pytest.mark.parametrize(
+    ("make_guide", "make_optimizer"),
+    [
+        *((ps.KTiedGuide, fused_adam), (ps.RowwiseGuide, structured_adam)),
+        pytest.param(ps.KTiedGuide, structured_adam, marks=pytest.mark.slow),
+        pytest.param(ps.RowwiseGuide, fused_adam, marks=pytest.mark.slow),
+    ],
+)
 def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_guide, backend):
     """As a loop of one's own does, with rates and options that change between its steps."""
     data = regression_data()

@@ -25,7 +25,7 @@ from pyro_structvi.distributions import InducingNormal, PointMixture
 from pyro_structvi.infer import CosineDecay, LinearAnnealing, SampledKLWarning
 from tests import dense_oracles as dense
 from tests.conjugate import exact, full_guide, make_model
-from tests.guide_cases import GUIDES
+from tests.guide_cases import GUIDES, once
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -210,7 +210,7 @@ def flat(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-@pytest.mark.parametrize("guide_name", GUIDES)
+@pytest.mark.parametrize("guide_name", once(GUIDES))
 def test_without_data_the_loss_is_the_same_for_every_seed(guide_name):
     guide = GUIDES[guide_name](prior_only, init_scale=0.7)
     guide.initialize()
@@ -255,7 +255,7 @@ def expected_linear_loss(guide, x, y, elbo_class=ps.StructuredELBO):
     return expected_kl(q, torch.ones(()), elbo_class) - likelihood
 
 
-@pytest.mark.parametrize("guide_name", [name for name in GUIDES if name != ENSEMBLE])
+@pytest.mark.parametrize("guide_name", once(name for name in GUIDES if name != ENSEMBLE))
 def test_it_has_the_closed_forms_mean_by_outputs_and_by_drawn_weights(guide_name):
     x, y = torch.randn(3, 3), torch.randn(3, 2)
     for local_reparam in (True, False):
@@ -275,7 +275,9 @@ def condition_well(guide):
                 parameter.fill_(-0.7)
 
 
-@pytest.mark.parametrize("guide_name", ["k-tied", "low rank", "inducing weights"])
+@pytest.mark.parametrize(
+    "guide_name", ["k-tied", "low rank", pytest.param("inducing weights", marks=pytest.mark.slow)]
+)
 def test_every_elbo_has_the_closed_forms_mean_and_its_gradient(guide_name):
     x, y = torch.randn(3, 3), torch.randn(3, 2)
     guide = GUIDES[guide_name](linear_function, init_scale=0.3)
@@ -328,7 +330,7 @@ def normal_kl(posterior, loc, scale):
 # ---- at the exact posterior ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("local_reparam", [True, False])
+@pytest.mark.parametrize("local_reparam", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_exact_posterior_is_the_optimum(local_reparam):
     """There the bound is the log evidence, and its gradient is zero; beside it neither."""
     data = regression_data(8)

@@ -9,7 +9,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.weights.torch_distributions import in_single
-from tests.guide_cases import GUIDES
+from tests.guide_cases import GUIDES, once
 
 HALF = torch.bfloat16
 
@@ -176,7 +176,7 @@ def test_no_step_in_a_block_of_autocast_uses_casts_of_old_weights(prior, how):
     assert train(cache_enabled=True) == train(cache_enabled=False)
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", once(GUIDES))
 def test_starting_values_do_not_depend_on_autocast(name):
     """The first step of a loop makes those of a function."""
     x, y, states = torch.randn(5, 3), torch.randn(5, 2), []

@@ -36,7 +36,9 @@ def make_case(make_net, dtype, make_guide=ps.MeanFieldGuide):
     return make, (x, torch.randint(2, (5,)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64], ids=str
+)
 @EVERY_NET
 def test_steps_are_the_eager_ones(make_net, dtype):
     rtol = 1e-10 if dtype == torch.float64 else 1e-6

@@ -13,7 +13,7 @@ from pyro_structvi.extend import SitePosterior
 from pyro_structvi.families import LowRank
 from pyro_structvi.infer import CosineDecay, training
 from pyro_structvi.weights.weight_distribution import IndependentWeight
-from tests.guide_cases import GUIDES, POINTS
+from tests.guide_cases import GUIDES, POINTS, once
 from tests.models import make_regressor, regression_data
 
 
@@ -50,7 +50,7 @@ def snapshot(guide):
 # ---- one step -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GUIDES | POINTS)
+@pytest.mark.parametrize("name", once(GUIDES | POINTS))
 def test_a_step_is_adam_in_units_and_in_the_posteriors_own_coordinates(name):
     """Against torch's Adam with these rates, and Adam for the noise's gradient by dense algebra."""
     lr, share = 0.02, 3.0

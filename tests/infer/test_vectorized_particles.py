@@ -7,7 +7,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.infer import elbo as elbo_module
-from tests.guide_cases import GUIDES, POINTS
+from tests.guide_cases import GUIDES, POINTS, once
 from tests.models import (
     hierarchical_function,
     local_latent_function,
@@ -43,7 +43,7 @@ def assert_together_is_a_loop(model, guide, data):
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("guide_name", [*GUIDES, *POINTS])
+@pytest.mark.parametrize("guide_name", once([*GUIDES, *POINTS]))
 def test_terms_and_gradients_are_those_of_a_loop(guide_name):
     for make_model in (make_dense, make_image_classifier):
         model, data = make_model()

@@ -17,7 +17,24 @@ from tests.distributions.cases import CASES
 from tests.moments.signs import assert_exact, part_of, random_input
 
 FLOAT64 = torch.float64
-CASE_NAMES = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Others of their classes differ in rank, in the form of a scale, or in the law of inducing weights.
+ALIKE = {
+    "mean field by logarithms",
+    "1-tied",
+    "3-tied",
+    "low rank 1, isotropic",
+    "low rank 3, isotropic",
+    "given inducing weights",
+    "inducing weights, diagonal",
+    "inducing weights, matrix normal, a bias",
+}
+ONE_OF_CLASS = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in ALIKE else ())
+        for case in CASES
+    ],
+)
 
 
 def dense_part(case, q):
@@ -46,7 +63,7 @@ def assert_examples_exact(found, function, x, *parts):
         assert_exact(example, function, (loc.unsqueeze(0), own), *parts)
 
 
-@CASE_NAMES
+@ONE_OF_CLASS
 def test_a_dense_layer_with_a_known_random_or_joint_bias(case):
     for full in (False, True):
         settings, known_bias = Settings(full), torch.randn(2)
@@ -92,7 +109,7 @@ ARRANGED = (
 )
 
 
-@CASE_NAMES
+@ONE_OF_CLASS
 def test_calls_that_take_a_weight_in_another_order(case):
     """Every call for an independent and a correlated weight, and some for each structure."""
     for function, shape in ARRANGED if case.name in ("2-tied", "full") else ARRANGED[::6]:
@@ -225,7 +242,7 @@ CONVOLUTIONS = (
 )
 
 
-@CASE_NAMES
+@ONE_OF_CLASS
 def test_a_convolution_of_a_random_input(case):
     for function, shape, options, size in CONVOLUTIONS:
         q, x, (bias, bias_part) = case.make((), shape, FLOAT64), random_input(*size), independent(2)

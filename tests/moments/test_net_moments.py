@@ -92,6 +92,7 @@ def test_means_over_positions_are_exported_and_take_numpys_names():
             torch.testing.assert_close(module(own), moments(own))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_moments_are_the_same():
     net = nn.Sequential(nn.Linear(3, 2), Function(lambda h: 2 * h + h.tanh()))

@@ -26,6 +26,7 @@ from pyro_structvi.posterior.one_pass import (
 )
 from pyro_structvi.testing import guides_for, points_for
 from pyro_structvi.weights.torch_distributions import base_of
+from tests.guide_cases import once
 from tests.moments.one_layer import (
     SIZE,
     expected_log_likelihood,
@@ -55,7 +56,7 @@ def joint_density(loc, covariance, y, noise=0.3):
     return dist.MultivariateNormal(loc, covariance).log_prob(y)
 
 
-@pytest.mark.parametrize("name", [n for n in GUIDES if n not in ("ensemble", "dropout")])
+@pytest.mark.parametrize("name", once(n for n in GUIDES if n not in ("ensemble", "dropout")))
 def test_a_random_last_layer_has_exact_moments_under_every_guide(name, x):
     net = ps.bayesianize(nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), prior=1.0)
     model, y = ps.Regressor(net, 7 * SIZE, 0.3), torch.randn(SIZE, 2)

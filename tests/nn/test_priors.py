@@ -218,7 +218,7 @@ def test_the_site_has_the_prior(name):
     assert torch.equal(start, model.net.get_submodule("0").initial_values["weight"])
 
 
-@pytest.mark.parametrize("name", ["matrix normal", "rows"])
+@pytest.mark.parametrize("name", ["matrix normal", pytest.param("rows", marks=pytest.mark.slow)])
 def test_the_kl_of_a_joined_weight_is_on_average_over_draws_that_of_parts(name):
     prior, data = PRIORS[name](), regression_data()
     model = with_whole_prior(prior)

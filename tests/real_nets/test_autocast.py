@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from tests.guide_cases import GUIDES
+from tests.guide_cases import GUIDES, once
 from tests.real_nets.nets import classifier, images, table
 from tests.real_nets.sequence_nets import Transformer, sequences
 
@@ -45,7 +45,11 @@ PAIRS = [("perceptron", "k-tied"), ("transformer", "matrix normal")]
 
 
 @pytest.mark.parametrize(
-    ("net_name", "guide_name"), [*(("convolutions", name) for name in GUIDES), *PAIRS]
+    ("net_name", "guide_name"),
+    [
+        *(pytest.param("convolutions", *name.values, marks=name.marks) for name in once(GUIDES)),
+        *PAIRS,
+    ],
 )
 def test_a_step_under_autocast_has_gradients_and_terms_in_float32(net_name, guide_name):
     make, make_data = NETS[net_name]

@@ -20,7 +20,7 @@ def steps_of():
         for guide_name in names:
             for dtype in (torch.float64, torch.float32)[: 1 + (case.name in IN_SINGLE)]:
                 is_fast = case.name == "dictionary of inputs" or (
-                    case.name in IN_SINGLE[:2] and dtype == torch.float32
+                    case.name in IN_SINGLE[:2] and (guide_name, dtype) == ("k-tied", torch.float32)
                 )
                 marks = () if is_fast else pytest.mark.slow
                 own = f"{case}, {guide_name}, {dtype}"

@@ -11,7 +11,7 @@ import torch
 
 import pyro_structvi as ps
 from pyro_structvi.weights.lazy import DelayDraws
-from tests.guide_cases import GUIDES, POINTS
+from tests.guide_cases import GUIDES, POINTS, once
 from tests.real_nets.nets import CASES
 from tests.unit_noise import draw_with_noise
 
@@ -44,7 +44,10 @@ def assert_draws_are_functions(model, guide, inputs, draws_differ=True):
 ON_EVERY_NET, WITH_EVERY_GUIDE = "k-tied, joined", "transformer encoder"
 PAIRS = [
     *((name, ON_EVERY_NET) for name in CASE_NAMES if name != WITH_EVERY_GUIDE),
-    *((WITH_EVERY_GUIDE, guide) for guide in [*GUIDES, *POINTS]),
+    *(
+        pytest.param(WITH_EVERY_GUIDE, *guide.values, marks=guide.marks)
+        for guide in once([*GUIDES, *POINTS])
+    ),
     *(("LeNet", guide) for guide in ("inducing weights", "ensemble", "matrix normal, joined")),
 ]
 
