@@ -150,6 +150,7 @@ def test_pictures_of_guides_are_of_todays_defaults(pictures, float32_by_default)
                 assert found == expected, command
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_front_page_is_drawn_with_todays_defaults(float32_by_default):
     found = elbos(read_source(DOCS / "bands.svg") or "")
     expected = elbos(run_script("bands")["source_of_bands"]())

@@ -39,17 +39,8 @@ def test_columns_of_a_data_frame_are_compared_without_a_warning():
     assert np.isfinite(estimator.predict(frame)).all()
 
 
-@pytest.mark.parametrize(
-    ("scores", "expected"),
-    [
-        ({0.3: 1.0, 0.1: 1.0}, [0.3, 0.1, 0.3]),  # and not 0.03 after it
-        ({0.3: 1.0, 0.1: 2.0, 0.03: 1.5}, [0.3, 0.1, 0.03, 0.1]),
-        ({0.3: 1.0, 0.1: 2.0, 0.03: 3.0}, [0.3, 0.1, 0.03, 0.03]),
-    ],
-)
-def test_smaller_weights_of_the_kl_are_tried_while_they_predict_better(
-    monkeypatch, scores, expected
-):
+def with_scores(monkeypatch, scores):
+    """Give classifiers their log densities by weight of the KL; return a list of the weights tried."""
     trained = []
 
     def train(self, points, data):
@@ -61,6 +52,21 @@ def test_smaller_weights_of_the_kl_are_tried_while_they_predict_better(
 
     monkeypatch.setattr(BayesianMLPClassifier, "_fitted_mixture", train)
     monkeypatch.setattr(BayesianMLPClassifier, "_predictions", predictions)
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ({0.3: 1.0, 0.1: 1.0}, [0.3, 0.1, 0.3]),  # and not 0.03 after it
+        ({0.3: 1.0, 0.1: 2.0, 0.03: 1.5}, [0.3, 0.1, 0.03, 0.1]),
+        ({0.3: 1.0, 0.1: 2.0, 0.03: 3.0}, [0.3, 0.1, 0.03, 0.03]),
+    ],
+)
+def test_smaller_weights_of_the_kl_are_tried_while_they_predict_better(
+    monkeypatch, scores, expected
+):
+    trained = with_scores(monkeypatch, scores)
     monkeypatch.setattr(BayesianMLPClassifier, "fewest_compared", 1)
     inputs = np.random.default_rng(0).normal(size=(20, 2))
     classifier = BayesianMLPClassifier((4,), **MIXTURE)
@@ -68,6 +74,16 @@ def test_smaller_weights_of_the_kl_are_tried_while_they_predict_better(
     assert trained == expected
 
 
+@pytest.mark.parametrize(("share", "expected"), [(0.495, [0.3]), (0.5, [0.3, 0.1, 0.3])])
+def test_classifiers_compare_weights_by_a_hundred_held_out_rows(monkeypatch, share, expected):
+    trained = with_scores(monkeypatch, {0.3: 1.0, 0.1: 1.0})
+    inputs = np.random.default_rng(0).normal(size=(200, 2))
+    classifier = BayesianMLPClassifier((4,), **MIXTURE, validation_fraction=share)
+    classifier.fit(inputs, inputs[:, 0] > 0)
+    assert trained == expected
+
+
+@pytest.mark.slow
 def test_the_weight_of_the_kl_of_a_mixture_of_classifiers_needs_a_hundred_held_out_rows():
     generator = np.random.default_rng(0)
     inputs, noise = generator.normal(size=(200, 2)), generator.normal(size=200)

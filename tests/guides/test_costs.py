@@ -54,7 +54,17 @@ def multiplications(compute):
     return counter.count
 
 
-@pytest.mark.parametrize("name", [name for name in GUIDES if name not in OF_SMALL_NETS])
+RANKS = ("k-tied, k = 1", "low rank, K = 1", "low rank, K = 2")  # with another one beside them
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in RANKS else ())
+        for name in GUIDES
+        if name not in OF_SMALL_NETS
+    ],
+)
 def test_multiplications(name):
     net, x, y = make_net()
     step = multiplications(lambda: F.cross_entropy(net(x), y).backward())

@@ -157,7 +157,13 @@ def joint_moments(guide):
     return gain @ stacked.mean.flatten(), covariance
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("nested, shared", SHAPE), ("full, shared", (6, 7))])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        pytest.param("nested, shared", SHAPE, marks=pytest.mark.slow),
+        ("full, shared", (6, 7)),
+    ],
+)
 def test_layers_are_correlated_as_their_shared_inducing_weights_say(kind, shape):
     """A layer with fewer columns of inducing weights than others uses the first of the matrix."""
     guide = make_guide(None, shape, **KINDS[kind])

@@ -132,7 +132,7 @@ def test_longer_runs_are_one_run_if_no_schedule_depends_on_the_number_of_steps(g
     "optimizer",
     [
         partial(torch.optim.SGD, momentum=0.9),
-        torch.optim.RMSprop,
+        pytest.param(torch.optim.RMSprop, marks=pytest.mark.slow),
         partial(torch.optim.AdamW, amsgrad=True),
     ],
 )
@@ -265,7 +265,9 @@ def train_and_die(monkeypatch, path, where, count):
     disk.rename(folder)
 
 
-@pytest.mark.parametrize("where", ["middle", "before", "after"])
+@pytest.mark.parametrize(
+    "where", ["middle", pytest.param("before", marks=pytest.mark.slow), "after"]
+)
 def test_a_write_that_is_killed_leaves_the_file_whole(where, tmp_path, monkeypatch):
     expected, path = train(), tmp_path / "run" / "run.pt"
     path.parent.mkdir()

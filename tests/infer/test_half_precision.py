@@ -152,8 +152,19 @@ def test_inducing_weights_of_a_net_in_half_precision(kind, local_reparam, dtype)
         torch.testing.assert_close(one, other, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.parametrize("prior", [1.0, {"2.*": 1.0, "*": None}])
-@pytest.mark.parametrize("how", [False, "traced", "SVI"])
+PARTLY = {"2.*": 1.0, "*": None}
+
+
+@pytest.mark.parametrize(
+    ("prior", "how"),
+    [
+        *((1.0, "traced"), (PARTLY, "traced"), (PARTLY, "SVI")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1.0, False), (PARTLY, False), (1.0, "SVI"))
+        ),
+    ],
+)
 def test_no_step_in_a_block_of_autocast_uses_casts_of_old_weights(prior, how):
     """As torch does with its cache, for weights without a posterior and the means of layers."""
     x = torch.randn(12, 3)

@@ -26,8 +26,14 @@ def unchanged(module, before):
     return all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("compiled", [False, "traced", None])
+@pytest.mark.parametrize(
+    ("compiled", "block"),
+    [
+        *((False, torch.inference_mode), ("traced", torch.inference_mode)),
+        *(("traced", torch.no_grad), (None, torch.inference_mode)),
+        *(pytest.param(how, torch.no_grad, marks=pytest.mark.slow) for how in (False, None)),
+    ],
+)
 def test_steps_train_also_where_gradients_are_disabled(block, compiled):
     """As within a loop of Bayesian optimization. None is a loop over `CompiledSVI`."""
     found = []

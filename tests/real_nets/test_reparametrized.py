@@ -116,8 +116,20 @@ def test_recurrent_layers(name, runs_before):
     torch.testing.assert_close(outputs, functional_call(net, own, (data[0],)))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("change", [hooked_weight_norm, half, lambda layer, name: layer])
+def unchanged(layer, name):
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *((nn.LSTM, hooked_weight_norm), (nn.GRU, half), (nn.LSTM, unchanged)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((nn.GRU, hooked_weight_norm), (nn.LSTM, half), (nn.GRU, unchanged))
+        ),
+    ],
+)
 def test_copies_of_recurrent_layers_after_a_fit(kind, change):
     """These have a way of copying of their own, and list the weights that hooks compute."""
     net = Recurrent(kind)
