@@ -182,7 +182,9 @@ def test_a_transform_of_predictions_alone_is_not_applied_to_the_data():
     assert model.posterior(new[0]).mean.shape == (12, 1)
 
 
-@pytest.mark.parametrize("make_guide", [ps.MatrixNormalGuide, ps.EnsembleGuide])
+@pytest.mark.parametrize(
+    "make_guide", [pytest.param(ps.MatrixNormalGuide, marks=pytest.mark.slow), ps.EnsembleGuide]
+)
 def test_a_model_moves_as_a_whole(make_guide):
     model, x = make(make_guide, num_draws=None), torch.rand(4, 3, 2)
     expected = model.posterior(x).mean

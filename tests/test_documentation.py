@@ -64,6 +64,7 @@ SLOW = {
     "pyro_structvi.reference.sampling",
     "pyro_structvi.reference.mclmc",
     "pyro_structvi.testing.guides",
+    "pyro_structvi.reference.numpyro_model",
 }
 
 

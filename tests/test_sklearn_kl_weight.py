@@ -18,6 +18,7 @@ MIXTURE = {
 }
 
 
+@pytest.mark.slow
 def test_the_weight_of_the_kl_of_a_mixture_predicts_better():
     generator = np.random.default_rng(0)
     inputs, noise = generator.normal(size=(60, 2)), generator.normal(size=60)

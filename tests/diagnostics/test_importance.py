@@ -41,7 +41,7 @@ def test_at_the_exact_posterior_every_weight_is_the_evidence():
 GUIDES = guides_for("tests")
 
 
-@pytest.mark.parametrize("name", ["k-tied", "low rank"])
+@pytest.mark.parametrize("name", ["k-tied", pytest.param("low rank", marks=pytest.mark.slow)])
 def test_the_average_log_weight_is_the_elbo_of_every_guide(name):
     """Two unbiased estimates of one number; P = 1e-6 by the spread of both."""
     model, data = make_regressor(), regression_data()

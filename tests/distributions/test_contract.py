@@ -36,6 +36,8 @@ def settings():
             is_main = shape == ((), MATRIX)
             has_all = case in LAST_OF_CLASS.values() and case.name not in LIKE_INDUCING
             is_repeated = case.name in BETWEEN or not (is_main or has_all)
+            # One vector and a batch of vectors differ less than one matrix and a batch of matrices.
+            is_repeated |= shape == ((), VECTOR)
             marks = [pytest.mark.slow] if is_repeated else []
             yield pytest.param(case, *shape, id=f"{case.name}, {shape}", marks=marks)
 

@@ -131,7 +131,7 @@ def test_the_bound_is_the_density_of_drawn_weights(guide_name):
     guide = GUIDES.get(guide_name, ps.MAPGuide)(model)
     guide.initialize(*data)
     is_random = guide_name != "points"
-    elbo = ps.StructuredELBO(num_particles=400 if is_random else 1)
+    elbo = ps.StructuredELBO(num_particles=400 if is_random else 1, vectorize_particles=True)
     terms = elbo.terms(model, guide, *data)
     draws = guide.joint_posterior().draw_many(range(400))
     for name, kl in terms.kl.items():

@@ -209,7 +209,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["full, shared", "nested"])
+@pytest.mark.parametrize("kind", ["full, shared", pytest.param("nested", marks=pytest.mark.slow)])
 def test_kept_factors_are_never_stale(kind):
     for name, change in CHANGES.items():
         guide = make_guide(**KINDS[kind])

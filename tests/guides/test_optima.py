@@ -109,7 +109,7 @@ def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal()
     [
         (ps.RowwiseGuide, [0.3, 0.5, 0.8]),
         (ps.MatrixNormalGuide, [0.4] * 3),
-        (ps.FullCovarianceGuide, [0.4] * 3),
+        pytest.param(ps.FullCovarianceGuide, [0.4] * 3, marks=pytest.mark.slow),
     ],
 )
 def test_factors_find_the_exact_posterior_of_weights_and_biases(make_guide, noise):

@@ -182,7 +182,7 @@ def of_a_batch(y):
         pyro.sample("obs", dist.Normal(shift, 0.5), obs=y)
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("is_whole", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_fit_keeps_the_order_of_latents_in_one_batch(is_whole):
     data = TensorDataset(torch.arange(SIZE) / 4.0)
     guide = ps.MeanFieldGuide(of_a_batch)
@@ -206,7 +206,7 @@ def test_fit_refuses_a_shuffled_batch_of_latents(in_list, own_batches):
         ps.fit(of_a_batch, guide, shuffled, num_steps=1, progress=False)
 
 
-@pytest.mark.parametrize("name", ["ensemble", "mixture"])
+@pytest.mark.parametrize("name", [pytest.param("ensemble", marks=pytest.mark.slow), "mixture"])
 def test_members_take_batches_of_latents_whose_plate_they_create(name):
     make = {
         "ensemble": lambda: ps.EnsembleGuide(in_batches_of_data, 2, create_plates=plate_of),

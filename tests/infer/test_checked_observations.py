@@ -83,7 +83,11 @@ MODELS = {
 }
 ESTIMATORS = {"classes": ("moments", "bound"), "labels": ("moments",), "counts": ("moments",)}
 CASES = [(name, "draws") for name in MODELS]
-CASES += [(name, each) for name, own in ESTIMATORS.items() for each in own]
+CASES += [
+    pytest.param(name, each, marks=() if name == "classes" else pytest.mark.slow)
+    for name, own in ESTIMATORS.items()
+    for each in own
+]
 
 
 def replayed(model, data, **options):

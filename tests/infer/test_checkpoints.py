@@ -42,7 +42,7 @@ def path(tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=pytest.mark.slow if k == "all at once" else ()) for k in DATA],
+    [pytest.param(k, marks=() if k == "dataset" else pytest.mark.slow) for k in DATA],
 )
 def test_it_goes_on_bit_for_bit_from_every_step(kind, path):
     """Fits in several parts, with models that start elsewhere, are the fit in one part.

@@ -100,7 +100,9 @@ def test_a_captured_step_of_fit_is_the_eager_one(can_skip, as_on_a_gpu):
     torch.testing.assert_close(own, state, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("make_guide", [ps.KTiedGuide, ps.RowwiseGuide])
+@pytest.mark.parametrize(
+    "make_guide", [pytest.param(ps.KTiedGuide, marks=pytest.mark.slow), ps.RowwiseGuide]
+)
 def test_a_captured_update_is_left_out_where_a_gradient_is_not_finite(make_guide, as_on_a_gpu):
     """With the name of what is not finite, and the next steps as if that one had not been."""
     x, y = regression_data()

@@ -79,9 +79,17 @@ class Looking(nn.Module):
         return self.last(self.norm(x[:, :3])) + self.table(x[:, 3].long())
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize(
-    ("error", "steps"), [("index", 1), ("index", 6), ("hook", 1), ("hook", 3), ("hook", 6)]
+    ("error", "steps", "is_fused"),
+    [
+        *((*case, True) for case in (("index", 1), ("index", 6), ("hook", 3), ("hook", 6))),
+        *(("index", 6, False), ("hook", 6, False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("index", 1, False), ("hook", 1, True), ("hook", 1, False))
+        ),
+        pytest.param("hook", 3, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_that_fails_leaves_buffers_as_they_were(error, steps, is_fused):
     model = ps.Regressor(ps.bayesianize(Looking(), normalization=False), 12, 0.3)

@@ -64,8 +64,15 @@ def trained(model, compiled=False, **options):
     return ps.fit(model, guide, data(), num_steps=30, progress=False, compiled=compiled, **options)
 
 
-@pytest.mark.parametrize("compiled", [False, "traced"])
-@pytest.mark.parametrize("make", [lambda: program, Reading], ids=["function", "module"])
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [
+        pytest.param(lambda: program, "traced", id="function-traced"),
+        pytest.param(Reading, False, id="module-False"),
+        pytest.param(lambda: program, False, id="function-False", marks=pytest.mark.slow),
+        pytest.param(Reading, "traced", id="module-traced", marks=pytest.mark.slow),
+    ],
+)
 def test_they_move_as_parameters_of_a_module(make, compiled):
     module = Module()
     expected = trained(module).elbo

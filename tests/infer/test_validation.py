@@ -102,7 +102,7 @@ def test_several_inputs():
         ({"num_steps": 5}, 2, [0, 2, 4, 5]),
         ({"num_steps": 4}, 2, [0, 2, 4]),
         ({"num_steps": 1}, 50, [0, 1]),
-        ({"num_epochs": 1, "batch_size": 1}, None, [0, 110]),
+        pytest.param({"num_epochs": 1, "batch_size": 1}, None, [0, 110], marks=pytest.mark.slow),
     ],
 )
 def test_how_often(options, every, steps):

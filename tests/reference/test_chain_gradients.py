@@ -46,7 +46,14 @@ def test_whether_a_gradient_is_compiled_depends_on_no_measured_time(monkeypatch)
     assert compiled.called
 
 
-@pytest.mark.parametrize(("share", "size"), [(1.0, 6), (0.99, 3), (0.4, 2), (0.1, 1)])
+SHARES = [
+    (0.99, 3),
+    (0.1, 1),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1.0, 6), (0.4, 2))),
+]
+
+
+@pytest.mark.parametrize(("share", "size"), SHARES)
 def test_gradients_of_groups_of_chains_are_those_of_all(monkeypatch, share, size):
     replay, sizes = Record.__call__, []
 

@@ -460,6 +460,7 @@ def test_what_cannot_be_sampled_is_refused():
         sample(subsampled, guide_of_parts, data, progress=False)
 
 
+@pytest.mark.slow
 def test_the_first_steps_are_as_large_as_their_target_says():
     """The energy changes by the variance that is asked for, within a factor of 3, at both ends."""
     size, initial, final, changes = 50, 0.02, 1e-4, []

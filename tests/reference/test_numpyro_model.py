@@ -178,7 +178,11 @@ GAMMAS = dist.Gamma(2.0, 4.0).expand([2]).to_event(1)
         (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic"), 4, COUNTS),
         (lambda net: Regressor(net, NUM_DATA, torch.tensor([0.2, 0.7]), df=2.5), 2, COUNTS),
         (lambda net: Regressor(net, NUM_DATA, **FLOOR, df="learned"), 4, COUNTS),
-        (lambda net: Regressor(net, NUM_DATA, dist.Gamma(2.0, 4.0)), 2, COUNTS),
+        pytest.param(
+            lambda net: Regressor(net, NUM_DATA, dist.Gamma(2.0, 4.0)),
+            *(2, COUNTS),
+            marks=pytest.mark.slow,
+        ),
         (lambda net: Regressor(net, NUM_DATA, GAMMAS), 2, COUNTS),
         (lambda net: PoissonRegressor(net, NUM_DATA), 2, COUNTS),
         (lambda net: BinaryClassifier(net, NUM_DATA), 2, COUNTS.clamp_max(1)),
