@@ -19,6 +19,7 @@ from tests.unit_noise import assert_close
 FILTERS = (4, 2, 2)
 REPEATED = [(MATRIX, (2,)), (FILTERS, (2,)), (VECTOR, ())]  # forms of event or batch
 LAST_OF_CLASS = {type(case.make((), MATRIX, FLOAT64)): case for case in CASES}
+BATCHED_AS_VECTORS = {"mean field by logarithms", "3-tied", "low rank 3, isotropic", "rowwise"}
 # Others of the class are between these in rank, or have one of their options each.
 BETWEEN = {"2-tied", "low rank 1, isotropic", "inducing weights, diagonal"}
 # Inducing weights that are given are those of a point, whose filters and batches are those of all laws.
@@ -36,8 +37,9 @@ def settings():
             is_main = shape == ((), MATRIX)
             has_all = case in LAST_OF_CLASS.values() and case.name not in LIKE_INDUCING
             is_repeated = case.name in BETWEEN or not (is_main or has_all)
-            # One vector and a batch of vectors differ less than one matrix and a batch of matrices.
+            # A batch of vectors shows what vectors do, and where the batch is.
             is_repeated |= shape == ((), VECTOR)
+            is_repeated |= shape == ((1, 2), MATRIX) and case.name in BATCHED_AS_VECTORS
             marks = [pytest.mark.slow] if is_repeated else []
             yield pytest.param(case, *shape, id=f"{case.name}, {shape}", marks=marks)
 

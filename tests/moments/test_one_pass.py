@@ -173,7 +173,7 @@ def test_counts_are_whole_numbers(predict, x):
         predict(model, guide, x, y=y)
 
 
-@pytest.mark.parametrize("width", [0.0, 0.1, 2.0])
+@pytest.mark.parametrize("width", [0.0, 0.1, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_counts_of_any_size_have_their_density(width):
     """The rate is known much better after a large count than before it, or not random at all."""
     model = ps.PoissonRegressor(linear(1), SIZE)
