@@ -290,9 +290,10 @@ def test_options_are_numbers_of_numpy_too(table):
     np.testing.assert_array_equal(*found)
 
 
-def test_fits_in_several_threads_are_those_of_one(table):
+@pytest.mark.parametrize("has_chains", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_fits_in_several_threads_are_those_of_one(table, has_chains):
     """Handlers of Pyro and the random stream of torch belong to the process."""
-    estimator = BayesianMLPRegressor((4,), **SMALL, refine=False)
+    estimator = BayesianMLPRegressor((4,), **CHAINS | {"refine": has_chains})
     expected = cross_val_predict(estimator, *table, cv=2)
     state = torch.get_rng_state()
     with parallel_backend("threading", n_jobs=2):
