@@ -59,8 +59,7 @@ def _roots(base: Any, cdf: Function, icdf: Function, levels: Tensor) -> Tensor:
         return cdf(values).clamp(0, 1)
 
     def excess(values: Tensor) -> Tensor:
-        found: Tensor = shares(values.unsqueeze(1)).mean(1) - levels.squeeze(1)
-        return found
+        return shares(values.unsqueeze(1)).mean(1) - levels.squeeze(1)
 
     found = find_root(excess, parts.amin(1), parts.amax(1))
     values = found.unsqueeze(1)
@@ -84,7 +83,7 @@ def _functions_of(base: Any) -> tuple[Function, Function]:
         raise NotImplementedError
     if bool((df == df.flatten()[0]).all()):  # of the model, for all draws
         df = df.flatten()[0]
-    standard_cdf = _student_t(df)
+    standard_cdf = student_t_cdf(df)
 
     def cdf(values: Tensor) -> Tensor:
         return standard_cdf((values - base.loc) / base.scale)
@@ -93,13 +92,12 @@ def _functions_of(base: Any) -> tuple[Function, Function]:
         # The tail beyond t has a probability of at most (t / sqrt(df)) ** -df.
         far = df.sqrt() * torch.minimum(levels, 1 - levels) ** (-1 / df)
         standard = find_root(lambda t: standard_cdf(t) - levels, -far, far)
-        found: Tensor = base.loc + base.scale * standard
-        return found
+        return base.loc + base.scale * standard
 
     return cdf, icdf
 
 
-def student_t_cdf(t: Tensor, df: Tensor) -> Tensor:
+def student_t_cdf(df: Tensor) -> Function:
     r"""Return the distribution function of Student's t, of degrees of freedom that broadcast to t.
 
     With :math:`t = \sqrt\nu \tan\theta` it is proportional to the integral of
@@ -107,17 +105,12 @@ def student_t_cdf(t: Tensor, df: Tensor) -> Tensor:
     recursion of its antiderivatives, else by a Gauss-Jacobi quadrature of the tail.
 
     Example:
-        >>> student_t_cdf(torch.tensor([-1.0, 0.0, 1.0]), torch.tensor(1.0))
+        >>> student_t_cdf(torch.tensor(1.0))(torch.tensor([-1.0, 0.0, 1.0]))
         tensor([0.2500, 0.5000, 0.7500])
 
     References:
         Abramowitz and Stegun (1972), "Handbook of mathematical functions", 26.7.3 and 26.7.4.
     """
-    return _student_t(df)(t)
-
-
-def _student_t(df: Tensor) -> Function:
-    """Return the distribution function, with the nodes of its quadrature."""
     if not df.dim() and not df.requires_grad and df % 1 == 0:
         return partial(_by_recursion, df=int(df))
     nodes, weights = gauss_jacobi(NODES, df - 1)
