@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache
 from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral, Real
@@ -212,7 +211,6 @@ def _state_of(name: str, part: Any) -> dict[str, Tensor]:
     return {f"{name}.{key}": value.detach() for key, value in state.items()}
 
 
-@cache
 def _can_hold(dtype: torch.dtype) -> bool:
     """Whether a file can hold tensors of a dtype; safetensors has a private table."""
     try:
@@ -306,13 +304,7 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
 
 # ---- parts of models -----------------------------------------------------------------------------
 
-OF_TRAINING = {
-    "dropout",
-    "inplace",
-    "momentum",
-    "sparse",
-    "training",
-}  # settings of torch's modules
+OF_TRAINING = {"dropout", "inplace", "momentum", "sparse", "training"}  # of torch's modules
 SETTING = (int, float, str, tuple)
 EMPTY = ("Identity", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "Sequential")
 
@@ -421,15 +413,14 @@ def _read_guide(
         return {key: _in_tuples(own) for key, own in value.items()}  # options, or patterns
 
     try:
-        guide = json.loads(header["guide"], object_hook=decode)
+        guide: StructuredGuide = json.loads(header["guide"], object_hook=decode)
         guide.site_names  # noqa: B018
     except (*MALFORMED, json.JSONDecodeError) as error:
         raise ValueError(
             f"`path` must be a file of `pyro_structvi.save`, but its header describes no guide ({error})"
             ". Make the guide and pass it as `guide=`."
         ) from error
-    own: StructuredGuide = guide
-    return own
+    return guide
 
 
 def _in_tuples(value: Any) -> Any:
@@ -453,7 +444,7 @@ def _make_guide(name: str, model: Any, options: dict[str, Any]) -> StructuredGui
 
 
 def _make_family(name: str, options: dict[str, Any]) -> Family:
-    found = [kind for kind in _subclasses(Family) if kind.__name__ == name]
+    found: list[type[Family]] = [kind for kind in _subclasses(Family) if kind.__name__ == name]
     found = [kind for kind in found if options.keys() <= {each.name for each in fields(kind)}][::-1]
     # A class of this package wins over the user's classes with its name, and of these the last one, as
     # of a notebook's cell that ran twice.
@@ -463,8 +454,7 @@ def _make_family(name: str, options: dict[str, Any]) -> Family:
             f"The file has the family {name}({', '.join(options)}), which is unknown here. Import the "
             "module that defines it, or read the file with the version that wrote it."
         )
-    family: Family = found[0](**options)
-    return family
+    return found[0](**options)
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
