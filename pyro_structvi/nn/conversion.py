@@ -418,11 +418,10 @@ def _copy_with_sites(
                 module.parameter_names = [name for name, _ in _own_parameters(module)]
         make_pyro_module(bayes_net, RandomModule)
         _leave_fast_path(bayes_net)
+        _sample_parameters(bayes_net, priors)
         for module in bayes_net.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # a gradient with that of the KL is dense
-        _sample_parameters(bayes_net, priors)
-        for module in bayes_net.modules():
             for attribute, parameter in _own_parameters(module):
                 if not parameter.requires_grad:
                     freeze(module, attribute)

@@ -22,11 +22,10 @@ def keep_padding_rows(net: nn.Module, sampled: Container[int]) -> None:
     modules = [*net.modules()]
     owners = Counter(id(own) for each in modules for own in each.parameters(recurse=False))
     for module in modules:
-        if not isinstance(module, nn.Embedding) or has_padding_row(module):
-            continue
-        if module.padding_idx is not None:
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             weight = module.weight
-            if id(weight) in sampled and owners[id(weight)] == 1:
+            is_own = id(weight) in sampled and owners[id(weight)] == 1
+            if is_own and not has_padding_row(module):
                 module.register_buffer(ROW, weight.detach()[module.padding_idx].clone())
                 module.register_forward_hook(put_padding, with_kwargs=True)
 

@@ -368,8 +368,6 @@ class ScaledPrior:
 class TiedPrior:
     """The prior of a site that another module owns, at the owner's ``attribute``."""
 
-    is_tied = True
-
     def __init__(self, owner: PyroModule, attribute: str) -> None:
         self.owner, self.attribute = owner, attribute
 

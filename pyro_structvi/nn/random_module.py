@@ -32,6 +32,7 @@ from pyro_structvi._torch import (
     take_apart,
     without_storage,
 )
+from pyro_structvi.nn.priors import BufferedPrior
 from pyro_structvi.weights.lazy import WeightPlaceholder
 from pyro_structvi.weights.torch_distributions import example_of
 
@@ -484,10 +485,9 @@ def separate_elements(module: nn.Module) -> None:
 
 def prior_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of a module, without its children, that define priors."""
-    starts = (*(f"{attribute}_prior_" for attribute in declared_samples(module)),)
-    for name, buffer in module.named_buffers(recurse=False):
-        if name.startswith(starts):
-            yield name, buffer
+    for prior in declared_samples(module).values():
+        for name in prior.buffers.values() if isinstance(prior, BufferedPrior) else ():
+            yield name, module.get_buffer(name)
 
 
 def keep_priors_only(module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -34,14 +34,10 @@ from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.maps.calls import Call
 from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.priors import TiedPrior
 from pyro_structvi.nn.random_module import buffers_that_change, prior_of
 from pyro_structvi.sites.family import InitLocFn
-from pyro_structvi.sites.latent_site import (
-    LatentSite,
-    Plate,
-    bijection_onto,
-    has_bijection,
-)
+from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_onto, has_bijection
 from pyro_structvi.sites.trial_handlers import TrialHandler
 from pyro_structvi.weights.lazy import WeightPlaceholder
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
@@ -89,12 +85,11 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
         if not isinstance(module, PyroModule):
             continue
         for attribute, given in declared_samples(module).items():
-            if getattr(given, "is_tied", False):  # another module's site
+            if isinstance(given, TiedPrior):  # another module's site
                 continue
             prior = prior_of(module, attribute)
-            if isinstance(prior, Tensor):  # a deterministic function of other sites
-                continue
-            if prior.batch_shape:
+            # A tensor is a deterministic function of other sites.
+            if isinstance(prior, Tensor) or prior.batch_shape:
                 continue
             name = declared_name(module, attribute)
             if name in found:

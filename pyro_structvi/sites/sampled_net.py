@@ -14,8 +14,14 @@ from pyro_structvi._pyro import declared_name, declared_samples, make_plain_modu
 from pyro_structvi._torch import compute_by_hooks, map_draws, own_tensors, remove_hooks
 from pyro_structvi.nn.likelihood import Likelihood, read_output
 from pyro_structvi.nn.padding import has_padding_row, write_padding_row
-from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
-from pyro_structvi.nn.random_module import PASS_HOOKS, RandomModule, frozen_names, keep_priors_only
+from pyro_structvi.nn.priors import ScaledPrior, TiedPrior
+from pyro_structvi.nn.random_module import (
+    PASS_HOOKS,
+    RandomModule,
+    frozen_names,
+    keep_priors_only,
+    prior_buffers,
+)
 from pyro_structvi.sites.finding import in_evaluation
 from pyro_structvi.sites.site_posterior import module_key, stack_draws
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
@@ -59,7 +65,7 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     memo: dict[int, Any] = {}  # values that need no copy
     for module in found[0].modules():
         starts = vars(module).get("initial_values", {}).values()
-        buffers = map(module.get_buffer, _prior_buffers(module))
+        buffers = dict(prior_buffers(module)).values()
         memo |= {id(value): value for value in (*starts, *buffers)}
     copied: nn.Module = copy.deepcopy(found[0], memo)
     made: dict[Any, nn.Parameter] = {}
@@ -232,12 +238,6 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
 _ADDED = ("initial_values", "parameter_names", "frozen_parameters")
 
 
-def _prior_buffers(module: nn.Module) -> list[str]:
-    priors = declared_samples(module).values()
-    buffered = [prior for prior in priors if isinstance(prior, BufferedPrior)]
-    return [name for prior in buffered for name in prior.buffers.values()]
-
-
 def _parameters_of(
     module: Any, made: dict[Any, nn.Parameter], values: Mapping[str, Tensor]
 ) -> dict[str, nn.Parameter]:
@@ -282,7 +282,7 @@ def _check_value(name: str, value: Tensor | None, shape: Size | None) -> Tensor:
 
 def _make_plain(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Restore the original class of a module, with parameters in place of sites and buffers."""
-    removed = [*_prior_buffers(module), *frozen_names(module)]
+    removed = [*dict(prior_buffers(module)), *frozen_names(module)]
     samples, is_plain = [*declared_samples(module)], "parameter_names" in vars(module)
     remove_hooks(module, (*PASS_HOOKS, keep_priors_only))
     for name in _ADDED:
