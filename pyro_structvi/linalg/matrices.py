@@ -310,10 +310,7 @@ _SMALL = 2**16  # elements; double precision costs nothing below
 
 def row_gram(factors: Tensor, batch_dim: int) -> Tensor:
     """Return ``V'V (*batch, K, K)``, in double precision, of factors ``(*batch, K, out, *rest)``."""
-    gram: Tensor = (
-        _gram(factors, batch_dim) if inside_transform() else RowGram.apply(factors, batch_dim)
-    )
-    return gram
+    return _gram(factors, batch_dim) if inside_transform() else RowGram.apply(factors, batch_dim)
 
 
 def _gram(factors: Tensor, batch_dim: int) -> Tensor:

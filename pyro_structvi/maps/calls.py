@@ -300,10 +300,7 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def overridable(x: Tensor, factor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if has_torch_function_unary(factor):
-            outputs: Tensor = handle_torch_function(
-                overridable, (factor,), x, factor, *args, **kwargs
-            )
-            return outputs
+            return handle_torch_function(overridable, (factor,), x, factor, *args, **kwargs)
         return function(x, factor, *args, **kwargs)
 
     def read(x: Any, factor: Any, *args: Any, **kwargs: Any) -> FactorApplication:

@@ -12,12 +12,7 @@ from torch import Tensor
 from pyro_structvi._torch import BatchOrInstanceNorm
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
-from pyro_structvi.sites.finding import (
-    in_evaluation,
-    modules_of,
-    separate_randomness,
-    trial_run,
-)
+from pyro_structvi.sites.finding import in_evaluation, modules_of, separate_randomness, trial_run
 from pyro_structvi.sites.latent_site import bijection_onto
 from pyro_structvi.sites.trial_handlers import TrialHandler
 from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn

@@ -131,7 +131,7 @@ class LatentSite:
         support = self.support
         while isinstance(support, constraints.independent):
             support = support.base_constraint
-        return support is constraints.real or isinstance(support, type(constraints.real))
+        return isinstance(support, type(constraints.real))
 
 
 def bijection_onto(support: Any) -> Any:

@@ -505,11 +505,10 @@ def _sample_site(
     else:
         parts = site.split(joint)
     infer = SiteRole(is_slice=True).as_infer()
-    points = {
-        name: PointMass(part, len(shapes[name]), validate_args=False)
-        for name, part in parts.items()
-    }
-    return {name: pyro.sample(name, point, infer=infer) for name, point in points.items()}
+    for name, part in parts.items():
+        point = PointMass(part, len(shapes[name]), validate_args=False)
+        parts[name] = pyro.sample(name, point, infer=infer)
+    return parts
 
 
 def joint_name(site: LatentSite) -> str:

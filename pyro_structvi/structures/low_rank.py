@@ -101,7 +101,6 @@ class LowRankNormal(GaussianWeight):
             check_positive("scale", scale)
         self.alpha = 1 / self.rank if alpha is None else float(alpha)
         scale = scale.reshape(*(1 for _ in range(loc.dim() - scale.dim())), *scale.shape)
-        split = loc.dim() - event_dim
         isotropic = scale.shape[split:].numel() == 1
         own_shape = (scale if isotropic else loc).shape[split:]
         self.scale = scale.expand(self.batch_shape + own_shape)

@@ -312,7 +312,8 @@ class JointMixture:
         Raises:
             ValueError: If the members have different families or options.
         """
-        if not self._has_one_kind:
+        first, *others = self._guide.members
+        if not all(_are_of_one_kind(first, each) for each in others):
             raise ValueError(
                 "Members of a mixture must have equal families and options to run in one pass, but "
                 "these differ. Pass `vectorize=False` to the guide, and no `vectorize_particles=True` "
@@ -386,11 +387,6 @@ class JointMixture:
             "A mixture has no quantiles in closed form. Take those of draws, `guide.draw()`, or of one "
             "member, `guide.members[0].quantiles(...)`."
         )
-
-    @property
-    def _has_one_kind(self) -> bool:
-        first, *others = self._guide.members
-        return all(_are_of_one_kind(first, each) for each in others)
 
 
 class _Sample(nn.Module):

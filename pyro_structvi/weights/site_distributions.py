@@ -362,8 +362,7 @@ def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
     """
     moment, log_det = _squares_and_logs(q, p)
     size = q.event_shape.numel()
-    divergence: Tensor = 0.5 * (moment + log_det - q.log_det_covariance - size)
-    return divergence
+    return 0.5 * (moment + log_det - q.log_det_covariance - size)
 
 
 def normal_cross_entropy(q: Any, p: Any) -> Tensor:
@@ -440,5 +439,4 @@ def _kl_weight_joined(q: WeightDistribution, p: JoinedPrior) -> Tensor:
     normal = p.as_normal()
     if normal is None and not isinstance(q, GaussianWeight):
         raise NotImplementedError
-    nats: Tensor = kl_from_moments(q, p) if normal is None else kl_divergence(q, normal)
-    return nats
+    return kl_from_moments(q, p) if normal is None else kl_divergence(q, normal)

@@ -49,12 +49,12 @@ class SiteUse:
         if former is None:
             return self
         counted = [use for use in (self, former) if use.count is not None]
-        counts = [use.count for use in counted if use.count is not None]
         others = {"name", "local_reparam", "count", "is_uncompared"}
         names = [each.name for each in fields(self) if each.name not in others]
         found = {name: getattr(self, name) or getattr(former, name) for name in names}
         found["is_uncompared"] = bool(counted) and all(use.is_uncompared for use in counted)
-        return replace(self, count=max(counts, default=None), **found)
+        count = max((use.count or 0 for use in counted), default=None)
+        return replace(self, count=count, **found)
 
     @property
     def allows_outputs(self) -> bool:

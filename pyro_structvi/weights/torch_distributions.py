@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import (
-    Distribution,
-    Independent,
-    StudentT,
-    Transform,
-    biject_to,
-)
+from torch.distributions import Distribution, Independent, StudentT, Transform, biject_to
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ExpTransform
 from torch.distributions.utils import lazy_property

@@ -291,8 +291,7 @@ def _kl_from_moments(q: InducingNormal, p: Any) -> Tensor:
 @register_kl(InducingNormal, JoinedPrior)
 def _kl_to_joined_priors(q: InducingNormal, p: JoinedPrior) -> Tensor:
     normal = p.as_normal()
-    nats: Tensor = _kl_from_moments(q, p) if normal is None else kl_divergence(q, normal)
-    return nats
+    return _kl_from_moments(q, p) if normal is None else kl_divergence(q, normal)
 
 
 def _is_own(loc: Tensor, scale: Tensor, own: Tensor) -> bool:
