@@ -91,9 +91,7 @@ def _forget(name: str) -> None:
 def check_not_given(groups: Iterable[tuple[Sequence[str], str | None]]) -> None:
     """Raise a ``NotImplementedError`` if a handler gives values to sites that share draws.
 
-    Args:
-        groups: The names of the sites that share a draw, and of its own site, which may be given too;
-            None if it has none.
+    A group has the names of these sites, and of the draw's own site, which may be given too, or None.
     """
     for names, whole in groups:
         given = [name for name in names if is_given(name)]

@@ -153,19 +153,13 @@ def dense_output_variance(out: int, covariance: Tensor, linear_map: LinearMap, x
 
 
 def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Sample the outputs of a linear map by flipout.
+    r"""Sample the outputs of a linear map by flipout, for a Gaussian with independent elements.
 
     .. math:: y_n = M x_n + r_n \circ \Delta (s_n \circ x_n), \qquad \Delta = W - M
 
     with one sample of :math:`\Delta`, and random signs r of the output channels and s of the input
     channels for each example. The outputs of one example have their exact distribution over all
     positions; outputs of different examples are uncorrelated given the inputs.
-
-    Args:
-        q: A Gaussian with independent elements.
-        linear_map: A dense map or a convolution.
-        x: Its input, with the batch as its first dimension.
-        bias: None or a tensor ``(out,)``.
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal

@@ -186,25 +186,21 @@ class InducingNormal(AugmentedNormal):
         return members
 
     def log_prob(self, value: Tensor) -> Tensor:
-        if not isinstance(self.inducing, PointMixture):
-            if self.is_mixture:
-                raise NotImplementedError(
-                    "A mixture of normals as inducing weights has no density."
-                )
-            if self.conditional_scale.dtype == torch.double:
-                return super().log_prob(value)
-            if self._validate_args:
-                self._validate_sample(value)
-            density: Tensor = self._in_double.log_prob(value.double())
-            return density.to(value.dtype)
         if self._validate_args:
             self._validate_sample(value)
-        members = self.inducing.members.movedim(-3, 0)
-        densities = [
-            ConditionalNormal(self.joint, member, self.conditional_scale, False).log_prob(value)
-            for member in members
-        ]
-        return torch.stack(densities).logsumexp(0) - math.log(len(members))
+        if isinstance(self.inducing, PointMixture):
+            members = self.inducing.members.movedim(-3, 0)
+            densities = [
+                ConditionalNormal(self.joint, member, self.conditional_scale, False).log_prob(value)
+                for member in members
+            ]
+            return torch.stack(densities).logsumexp(0) - math.log(len(members))
+        if self.is_mixture:
+            raise NotImplementedError("A mixture of normals as inducing weights has no density.")
+        if self.conditional_scale.dtype == torch.double:
+            return super().log_prob(value)
+        density: Tensor = self._in_double.log_prob(value.double())
+        return density.to(value.dtype)
 
     def entropy(self) -> Tensor:
         if self.is_mixture:
