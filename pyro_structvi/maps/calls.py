@@ -366,15 +366,13 @@ def _grouped_product(
     return torch.cat([*parts, spare])
 
 
-def _einsum(equation: Any, *operands: Any) -> Tensor | None:
+def _einsum(equation: str, *operands: Any) -> Tensor | None:
     """Return the product of an input and a weight, by one dense layer, if indices have one role each.
 
     The roles are a stack of weights (in both and the result), a sum (in both), outputs (in weight and
     result), and examples or positions (in input and result).
     """
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if len(operands) != 2 or not isinstance(equation, str) or "->" not in equation:
+    if len(operands) != 2 or "->" not in equation:
         return None
     terms, result = equation.replace(" ", "").split("->")
     if "." in terms or terms.count(",") != 1:

@@ -72,15 +72,16 @@ _declare = effectful(lambda parameter: parameter, type="param")
 def _name_of(guide: nn.Module) -> str:
     """Return the name of a guide in the param store, unique among the guides in it."""
     kind = type(guide).__name__
-    for name in itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2))):
-        owner = _NAMED.get(name)
-        if owner is guide:
-            return name
-        if owner is None or not has_parameters(f"{name}."):
-            _NAMED[name] = guide
-            weakref.finalize(guide, _forget, name).atexit = False
-            return name
-    raise AssertionError
+    names = itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2)))
+    name = next(
+        name
+        for name in names
+        if _NAMED.get(name) in (guide, None) or not has_parameters(f"{name}.")
+    )
+    if _NAMED.get(name) is not guide:
+        _NAMED[name] = guide
+        weakref.finalize(guide, _forget, name).atexit = False
+    return name
 
 
 def _forget(name: str) -> None:
