@@ -234,20 +234,20 @@ def _sample_declared(module: PyroModule, args: Any) -> None:
         own = _PassValues(own)
         keep_values_in(module, own)
     own.effects.begin(module)
-    for part in _random_modules(module):
+    for part in random_modules(module):
         read_declared(part)
 
 
-def _random_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost random modules in a module.
+def random_modules(module: Any) -> Iterator[nn.Module]:
+    """Yield the outermost random modules in a module; none of a function.
 
     A user's own module may read its sites in a plate or under another handler, which they belong to.
     """
     if isinstance(module, RandomModule):
         yield module
         return
-    for child in module.children():
-        yield from _random_modules(child)
+    for child in module.children() if isinstance(module, nn.Module) else ():
+        yield from random_modules(child)
 
 
 def _sample_skipped(module: PyroModule, args: Any, outputs: Any) -> None:
@@ -268,7 +268,7 @@ def sites_of_every_pass(model: nn.Module) -> set[str]:
         hooks = forward_hooks(module)
         if _sample_declared not in hooks:
             continue
-        for owner in [module] if _sample_skipped in hooks else _random_modules(module):
+        for owner in [module] if _sample_skipped in hooks else random_modules(module):
             for part in owner.modules():
                 found |= {declared_name(part, attribute) for attribute in declared_samples(part)}
     return found

@@ -17,10 +17,10 @@ from pyro_structvi.nn.padding import has_padding_row, write_padding_row
 from pyro_structvi.nn.priors import ScaledPrior, TiedPrior
 from pyro_structvi.nn.random_module import (
     PASS_HOOKS,
-    RandomModule,
     frozen_names,
     keep_priors_only,
     prior_buffers,
+    random_modules,
 )
 from pyro_structvi.sites.finding import in_evaluation
 from pyro_structvi.sites.site_posterior import module_key, stack_draws
@@ -48,7 +48,7 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
         Linear(in_features=3, out_features=1, bias=True)
     """
     model = unwrapped(self.needed_model)
-    found = [model.net] if isinstance(model, Likelihood) else _outermost(model)
+    found = [model.net] if isinstance(model, Likelihood) else [*random_modules(model)]
     if len(found) != 1:
         raise TypeError(
             "`to_net` needs a model with one net that `bayesianize` returned, but its model is "
@@ -80,13 +80,6 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
 def has_members(guide: Any) -> bool:
     """Whether the posterior of a site is an ensemble."""
     return any(getattr(each(), "is_mixture", False) for each in guide.all_posteriors())
-
-
-def _outermost(module: Any) -> list[nn.Module]:
-    """Return the outermost Bayesian nets in a module."""
-    if isinstance(module, RandomModule) or not isinstance(module, nn.Module):
-        return [module] * isinstance(module, nn.Module)
-    return [found for child in module.children() for found in _outermost(child)]
 
 
 @checked

@@ -101,8 +101,7 @@ def _trace_of_matrix_normals(q: MatrixNormal, p: MatrixNormal) -> Tensor:
 
 def _trace_of_rows(q: RowwiseNormal, p: RowwiseNormal) -> Tensor:
     """Return the sum over rows, in O(out in^3)."""
-    squares = _whitened(p.scale_tril, q.scale_tril).square()
-    return squares.sum((-3, -2, -1))
+    return _whitened(p.scale_tril, q.scale_tril).square().sum((-3, -2, -1))
 
 
 def _trace_of_diagonal(q: IndependentWeight, p: Any) -> Tensor:
@@ -129,8 +128,7 @@ def _trace_by_woodbury(q: GaussianWeight, p: LowRankNormal) -> Tensor:
     noise = directions.new_zeros(len(directions), *q.batch_shape, *q.noise_shape)
     (scaled,) = torch.func.vjp(q.scale_noise, noise)[1](directions)
     of_directions = event_sum(scaled.square(), len(q.noise_shape)).sum(0)
-    trace: Tensor = of_diagonal - of_directions
-    return trace.to(dtype)
+    return (of_diagonal - of_directions).to(dtype)
 
 
 def _precision_diagonal(p: MatrixNormal | RowwiseNormal | FullNormal) -> Tensor:

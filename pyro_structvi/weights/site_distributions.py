@@ -361,8 +361,7 @@ def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
         + \log s_i^2 \right] - \tfrac12 \log\det\Sigma
     """
     moment, log_det = _squares_and_logs(q, p)
-    size = q.event_shape.numel()
-    return 0.5 * (moment + log_det - q.log_det_covariance - size)
+    return 0.5 * (moment + log_det - q.log_det_covariance - q.event_shape.numel())
 
 
 def normal_cross_entropy(q: Any, p: Any) -> Tensor:

@@ -257,13 +257,12 @@ class FactoredWeight(WeightDistribution):
         """Compute the factors that samples and densities share."""
 
 
-def noise_columns(q: Any) -> Tensor:
+def noise_columns(q: "GaussianWeight") -> Tensor:
     """Return the columns of ``A``, ``(noise, *batch_shape, *event_shape)``; for small sizes."""
     size, like = q.noise_shape.numel(), q._first_parameter
     unit = torch.eye(size, dtype=like.dtype, device=like.device)
     noise = unit.reshape(size, *(1 for _ in q.batch_shape), *q.noise_shape)
-    columns: Tensor = q.scale_noise(noise.expand(size, *q.batch_shape, *q.noise_shape))
-    return columns
+    return q.scale_noise(noise.expand(size, *q.batch_shape, *q.noise_shape))
 
 
 class GaussianWeight(WeightDistribution):
