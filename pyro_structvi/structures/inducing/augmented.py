@@ -282,8 +282,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight):
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
     ) -> None:
-        if isinstance(conditional_scale, (int, float)):
-            conditional_scale = joint.row_factor.new_tensor(conditional_scale)
+        conditional_scale = joint._tensor(conditional_scale)
         self._set_shapes(joint.batch_shape, joint.event_shape, validate_args)
         if self._validate_args:
             name, shape = "conditional_scale", joint.batch_shape

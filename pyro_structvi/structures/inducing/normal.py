@@ -105,8 +105,7 @@ class InducingNormal(AugmentedNormal):
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
     ) -> None:
-        if isinstance(inducing_scale, (int, float)):
-            inducing_scale = inducing_loc.new_tensor(inducing_scale)
+        inducing_scale = joint._tensor(inducing_scale)
         if validates(validate_args):
             check_inducing("inducing_loc", inducing_loc, joint)
             name, shape = "inducing_scale", inducing_loc.shape
