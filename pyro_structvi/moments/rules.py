@@ -38,34 +38,32 @@ from pyro_structvi.moments.random_tensor import (
 def _move(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Apply a function to means and to variances; a known tensor has variances of zero."""
     leaves, structure = take_apart((args, kwargs))
-    x, *others = (leaf for leaf in leaves if isinstance(leaf, RandomTensor))
+    sources = [*dict.fromkeys(random_among(leaves))]
+    x = sources[0]
 
-    def apply(part: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-        args, kwargs = put_together([part(leaf) for leaf in leaves], structure)
+    def apply(
+        of_random: Callable[[RandomTensor], Tensor], of_known: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Any], Any]:
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, RandomTensor):
+                return of_random(leaf)
+            return of_known(leaf) if _is_known(leaf) else leaf
+
+        args, kwargs = put_together([*map(part, leaves)], structure)
         return take_apart(function(*args, **kwargs))
 
-    locs, outputs = apply(lambda leaf: moments(leaf)[0])
+    locs, outputs = apply(lambda leaf: leaf.loc, lambda leaf: leaf)
     if function.__name__ in _KEEP_ORDER and locs[0].shape == x.shape:
         return x  # as nn.Flatten in a dense net; reads no values, so that it can be exported
-
-    def variance_of(leaf: Any) -> Any:
-        if isinstance(leaf, RandomTensor):
-            return leaf.variance
-        return torch.zeros_like(leaf) if _is_known(leaf) else leaf
-
-    variances, _ = apply(variance_of)
+    variances, _ = apply(lambda leaf: leaf.variance, torch.zeros_like)
     covariances: list[Tensor | None] = [None for _ in locs]
-    sources = {id(leaf): leaf for leaf in (x, *others)}
-    joint = _joint_covariance([*sources.values()], any(map(_is_known, leaves)))
+    joint = _joint_covariance(sources, any(map(_is_known, leaves)))
     if joint is not None:
-        numbers = _numbers([*sources.values()], joint.shape[-1])
-
-        def number_of(leaf: Any) -> Any:
-            if isinstance(leaf, RandomTensor):
-                return numbers[id(leaf)]
-            return torch.full_like(leaf, -1, dtype=torch.long) if _is_known(leaf) else leaf
-
-        moved, _ = apply(number_of)
+        numbers = _numbers(sources, joint.shape[-1])
+        moved, _ = apply(
+            lambda leaf: numbers[id(leaf)],
+            lambda leaf: torch.full_like(leaf, -1, dtype=torch.long),
+        )
         covariances = [_covariance_at(joint, part) for part in moved]
     parts = zip(locs, variances, covariances, strict=True)
     found = [RandomTensor(m, v, x.settings, own) for m, v, own in parts]
@@ -196,7 +194,7 @@ def _interpolate(
     return found
 
 
-_KEEP_ORDER = {"reshape", "flatten", "view_as", "reshape_as", "squeeze", "expand", "expand_as"}
+_KEEP_ORDER = {"reshape", "flatten", "reshape_as", "squeeze", "expand", "expand_as"}
 _VIEWS = (
     *("reshape", "flatten", "unflatten", "permute", "transpose", "swapaxes", "movedim"),
     *("squeeze", "unsqueeze", "expand", "chunk", "split", "unbind", "tensor_split", "narrow"),
