@@ -180,8 +180,8 @@ class CheckpointFile:
             "parts": parts_of(run.loss.parts[0]),
             **{name: plain(name, state) for name, state in parts_state(run.loss).items()},
             "optimizer": plain("optimizer", run.optimizer.torch.state_dict()),
-            "history": {
-                name: _as_tensor(values)
+            "history": {  # tensors of numbers, which are read much faster than lists
+                name: values if name == "compilation" else torch.from_numpy(np.array(values))
                 for name, values in vars(run.history).items()
                 if isinstance(values, list)
             },
@@ -287,14 +287,6 @@ def _constants(loss: Loss) -> Iterator[tuple[str, torch.Tensor]]:
         given = [(name, buffer) for name, buffer in own if name in OF_LIKELIHOOD]
         for name, buffer in (*given, *prior_buffers(part)):
             yield f"{path}.{name}".removeprefix("."), buffer
-
-
-def _as_tensor(values: list[Any]) -> Any:
-    """Return numbers as a tensor, which is read much faster."""
-    if any(isinstance(value, str) for value in values):
-        return values
-    dtype = torch.int64 if {*map(type, values)} == {int} else torch.float64
-    return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def random_states(device: torch.device | None) -> dict[str, Any]:

@@ -211,9 +211,8 @@ class _Recorder(Messenger):
 
     def note_input(self, module: Any, given: Any) -> None:
         values = next(nested_tensors(given), None)
-        is_layer = declared_samples(module) and not isinstance(
-            module, Likelihood
-        )  # or standardized
+        # A likelihood may standardize its inputs.
+        is_layer = declared_samples(module) and not isinstance(module, Likelihood)
         if values is not None and is_layer and not self.inputs:
             scale = values.detach().float().square().mean().sqrt()
             self.inputs.append(float(scale) * values.is_floating_point())

@@ -9,8 +9,8 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.infer import ELBO
-from pyro.infer.util import is_validation_enabled, torch_item
-from pyro.poutine.util import prune_subsample_sites, site_is_subsample
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.util import site_is_subsample
 from pyro.util import check_model_guide_match
 from torch import Tensor
 
@@ -262,7 +262,7 @@ class StructuredELBO(ELBO):
     ) -> float:
         """Return the loss as a number, without gradients and without a training step."""
         with torch.no_grad():
-            return float(torch_item(self.differentiable_loss(model, guide, *args, **kwargs)))
+            return self.differentiable_loss(model, guide, *args, **kwargs).item()
 
     def loss_and_grads(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
@@ -271,7 +271,7 @@ class StructuredELBO(ELBO):
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         if loss.requires_grad:
             torch.autograd.backward(loss)
-        return float(torch_item(loss))
+        return loss.item()
 
     def _get_trace(
         self,
@@ -287,7 +287,7 @@ class StructuredELBO(ELBO):
         _check_plates(model_trace)
         if is_validation_enabled():
             check_model_guide_match(model_trace, guide_trace, self.max_plate_nesting)
-        return prune_subsample_sites(model_trace), prune_subsample_sites(guide_trace)
+        return model_trace, guide_trace
 
 
 def _check_plates(model_trace: Any) -> None:

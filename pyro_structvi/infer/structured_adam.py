@@ -193,7 +193,6 @@ class StructuredAdam(torch.optim.Optimizer):
 
         Args:
             closure: Computes the loss and the gradients anew, as for any optimizer of torch.
-
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()

@@ -1,6 +1,6 @@
 """The terms of the evidence lower bound, by the role of each site in the traces of model and guide."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -28,6 +28,7 @@ from pyro_structvi.moments.net import check_served, output_moments
 from pyro_structvi.moments.random_tensor import Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import read_declared
+from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_distributions import Auxiliary, JoinedPrior, PointMass
 from pyro_structvi.weights.site_role import SiteRole
@@ -70,7 +71,7 @@ Term = tuple[Tensor, bool]  # nats, and whether it is a weight's KL that was sam
 
 def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> ELBOTerms:
     """Return the terms of one pass, each by the role of its site, from the traces of model and guide."""
-    model, guide = dict(_samples(model_trace)), dict(_samples(guide_trace))
+    model, guide = sample_nodes(model_trace), sample_nodes(guide_trace)
     likelihood: dict[str, Tensor] = {}
     kl: dict[str, Term] = {}
     for name, site in model.items():
@@ -117,10 +118,6 @@ def _check_reparametrized(name: str, posterior: Any) -> None:
             "get no gradient of the likelihood. Train by Pyro's `SVI` with `TraceGraph_ELBO`, or with "
             "`TraceEnum_ELBO`, which sums over discrete values."
         )
-
-
-def _samples(trace: Any) -> Iterator[tuple[str, Any]]:
-    return ((name, site) for name, site in trace.nodes.items() if site["type"] == "sample")
 
 
 def _observed_term(trace: Any, name: str, max_plate_nesting: float) -> Tensor:

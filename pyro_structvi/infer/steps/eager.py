@@ -63,7 +63,7 @@ class Loss(nn.Module):
         found = {
             name: module_parameter(name, site["args"])
             for name, site in met.trace.nodes.items()
-            if site["type"] == "param" and name not in own
+            if name not in own
         }
         return {
             name: value
