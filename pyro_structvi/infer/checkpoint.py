@@ -2,7 +2,6 @@
 
 import math
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pyro.util import get_rng_state, set_rng_state
 
 from pyro_structvi._checks import CheckedFields, Count, naming
 from pyro_structvi.infer.batches import Feed, num_examples
@@ -24,7 +24,7 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import prior_buffers
 from pyro_structvi.posterior.files import check_parts, parts_of, write_atomically
 
-FORMAT = 6
+FORMAT = 7
 
 # Options of an optimizer that say how it computes, depend on the number of steps, are compared
 # otherwise, or follow from priors and starts.
@@ -291,21 +291,17 @@ def _constants(loss: Loss) -> Iterator[tuple[str, torch.Tensor]]:
 
 def random_states(device: torch.device | None) -> dict[str, Any]:
     """Return the states of the generators of torch, Python and NumPy, and of the guide's GPU."""
-    numpy: Any = np.random.get_state()  # noqa: NPY002, the one that data sets share
+    states: dict[str, Any] = get_rng_state()
+    name, numbers, *rest = states["numpy"]
     gpu = device if device is not None and device.type == "cuda" else None
-    return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (numpy[0], numpy[1].tolist(), *numpy[2:]),
+    return states | {
+        "numpy": (name, numbers.tolist(), *rest),
         "gpu": None if gpu is None else torch.cuda.get_rng_state(gpu),
     }
 
 
-def set_random_states(states: Mapping[str, Any], device: torch.device | None) -> None:
+def set_random_states(states: dict[str, Any], device: torch.device | None) -> None:
     """Put the states of generators back."""
-    torch.set_rng_state(states["torch"])
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(states["numpy"])  # noqa: NPY002
+    set_rng_state(states)
     if states["gpu"] is not None and device is not None:
         torch.cuda.set_rng_state(states["gpu"], device)
