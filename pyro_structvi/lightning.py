@@ -230,11 +230,7 @@ class StructuredModule(LightningModule):
             raise
         likelihood, elbo = terms.weighted(0.0).detach(), terms.elbo.detach()
         self.log("elbo", elbo, prog_bar=True)
-        self.log_dict({
-            "log_likelihood": likelihood,
-            "kl": likelihood - elbo,
-            "kl_weight": weight,
-        })
+        self.log_dict({"log_likelihood": likelihood, "kl": likelihood - elbo, "kl_weight": weight})
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -101,10 +101,5 @@ class CompiledSVI:
             return self._step(*args, **kwargs).loss
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
-        """Return an estimate of the loss, without gradients and without a step.
-
-        Args:
-            *args: Arguments of model and guide.
-            **kwargs: Their keyword arguments.
-        """
+        """Return an estimate of the loss, without gradients and without a step."""
         return self.loss.loss(self.model, self.guide, *args, **kwargs)

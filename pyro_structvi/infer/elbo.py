@@ -177,12 +177,6 @@ class StructuredELBO(ELBO):
     def terms(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> ELBOTerms:
         """Estimate the bound and return its parts, differentiable, averaged over the particles.
 
-        Args:
-            model: The model.
-            guide: The guide.
-            *args: Their arguments.
-            **kwargs: Their keyword arguments.
-
         Raises:
             ValueError: If a latent site of the model is missing in the guide.
         """
@@ -214,11 +208,7 @@ class StructuredELBO(ELBO):
         return terms
 
     def _particles(
-        self,
-        model: Callable[..., Any],
-        guide: StructuredGuide,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, model: Program, guide: StructuredGuide, args: Any, kwargs: Any
     ) -> ELBOTerms:
         """Return the terms of all particles and members, in turn or in one pass by vmap."""
         joint, members = guide.begin_pass(*args, **kwargs), guide.num_members
@@ -273,13 +263,7 @@ class StructuredELBO(ELBO):
             torch.autograd.backward(loss)
         return loss.item()
 
-    def _get_trace(
-        self,
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, Any]:
+    def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> tuple[Any, Any]:
         with DelayDraws():
             guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         replayed = poutine.replay(model, trace=guide_trace)

@@ -40,8 +40,6 @@ class CompiledStep(EagerStep):
     another loss or draws other random numbers.
 
     Args:
-        loss: The loss.
-        optimizer: The optimizer.
         backend: See :class:`CompiledSVI`, as for ``fallback``.
         watches: Whether other code may change model and guide between steps.
         is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.

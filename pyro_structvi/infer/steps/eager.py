@@ -60,15 +60,12 @@ class Loss(nn.Module):
         # only constrained ones become the former module's, of which `fit` warns.
         own = {name for module in self.modules() for name in parameter_names(module)}
         known = {id(parameter) for parameter in self.parameters()}
-        found = {
-            name: module_parameter(name, site["args"])
-            for name, site in met.trace.nodes.items()
-            if name not in own
-        }
         return {
             name: value
-            for name, value in found.items()
-            if value is not None and id(value) not in known
+            for name, site in met.trace.nodes.items()
+            if name not in own
+            and (value := module_parameter(name, site["args"])) is not None
+            and id(value) not in known
         }
 
     def add_stored_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

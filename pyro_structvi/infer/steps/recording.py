@@ -47,9 +47,7 @@ class _Recorder(_torch.DispatchMode):
         for tensor in inputs:
             self._add_placeholder(tensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
         kwargs = kwargs or {}
         if getattr(func, "namespace", "") == "profiler":  # the mark of an optimizer's function
@@ -189,9 +187,7 @@ def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
 class _RefusesPython(TorchFunctionMode):
     """Refuses reads of values that are no operation of the dispatcher, such as those of lengths."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         second = [each for each in [*args, *kwargs.values()][1:2] if isinstance(each, Tensor)]
         reads_second = (
