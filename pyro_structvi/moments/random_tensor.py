@@ -123,26 +123,14 @@ class RandomTensor(Tensor):
         return f"RandomTensor(loc={self.loc!r}, variance={self.variance!r})"
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the moments of the result of ``func``."""
         if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs)
         return cls.moments_of_call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         """Refuse calls inside torch's own kernels, without ``__torch_function__``."""
         raise NotImplementedError(f"`{func}` has no rule for the moments of a random input.")
 

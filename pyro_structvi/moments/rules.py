@@ -216,7 +216,8 @@ def _known_like(name: str, x: RandomTensor, *args: Any, **kwargs: Any) -> Tensor
     return make(x.loc, *args, **kwargs)
 
 
-REARRANGING_RULES: dict[str, Callable[..., Any]] = {
+# By torch's names and with torch's arguments; one name serves functions, methods and operators.
+RULES: dict[str, Callable[..., Any]] = {
     **{name: partial(_view, getattr(Tensor, name)) for name in _VIEWS},
     **{name: partial(_move, getattr(Tensor, name)) for name in _COPIES},
     **{name: partial(_view, getattr(Tensor, name).__get__) for name in ("T", "mT")},
@@ -235,13 +236,11 @@ REARRANGING_RULES: dict[str, Callable[..., Any]] = {
     "view": partial(_view, Tensor.reshape),
     "view_as": partial(_view_as, Tensor.reshape_as),
     "where": _where,
+    **LAYER_RULES,
 }
 
 
-# ---- the table ------------------------------------------------------------------------------------
-
-# By torch's names and with torch's arguments; one name serves functions, methods and operators.
-RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES}
+# ---- calls ----------------------------------------------------------------------------------------
 
 
 def moments_of_call(
