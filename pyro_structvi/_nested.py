@@ -53,14 +53,11 @@ def modules_reached_by(program: Any) -> Iterator[nn.Module]:
         elif isinstance(each, partial):
             waiting += (each.func, *each.args, *each.keywords.values())
         elif isinstance(each, (dict, list, tuple)):
-            waiting += _values_in(each) if len(each) <= MOST_VALUES else ()
+            values = each.values() if isinstance(each, dict) else each
+            if len(values) <= MOST_VALUES:
+                waiting += (value for value in values if isinstance(value, _HOLDERS))
         elif callable(each):
             waiting += _parts_of(each)
-
-
-def _values_in(container: Any) -> Iterator[Any]:
-    values = container.values() if isinstance(container, dict) else container
-    return (value for value in values if isinstance(value, _HOLDERS))
 
 
 def _parts_of(function: Any) -> Iterator[Any]:

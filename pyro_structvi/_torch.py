@@ -52,12 +52,6 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_left_by_transform(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a transform of ``torch.func`` that is over, and cannot be copied."""
-    is_wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return is_wrapped and not inside_transform()
-
-
 def inside_jit_trace() -> bool:
     """Whether ``torch.jit.trace`` records this code; it takes no function that writes in place."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
@@ -230,7 +224,8 @@ def _belongs_to_pass(value: Any) -> bool:
     """Whether a value is a tensor of a transform that is over, or one that stands for values."""
     if not isinstance(value, Tensor):
         return False
-    return type(value) not in (Tensor, nn.Parameter) or is_left_by_transform(value)
+    is_wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return type(value) not in (Tensor, nn.Parameter) or (is_wrapped and not inside_transform())
 
 
 def over_draws(run: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
@@ -252,9 +247,7 @@ def without_generators(run: Callable[..., Any]) -> Callable[..., Any]:
 class _RefusedGenerators(TorchFunctionMode):
     """Refuses generators, whose numbers vmap would share out among the draws, whatever their seed."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("generator") is not None:
             raise NotImplementedError(
                 f"`{func.__name__}` has a `generator`, whose numbers would differ between draws under "
