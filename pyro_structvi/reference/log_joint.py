@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,30 +73,24 @@ def _of_values(site: LatentSite, prior: Any, pilot: Sequence[Mapping[str, Tensor
     """Take values in units of the posterior's standard deviation, from ``pilot`` draws.
 
     Points have none, and the spread of a few members measures distances of basins, not their width: the
-    unit is the prior's deviation.
+    unit is the prior's deviation, or the unit of the site if that is unknown.
     """
     inverse = bijection_onto(site.support).inv
     draws = torch.stack([inverse(draw[site.name]) for draw in pilot])
     loc, scale = draws.mean(0), draws.std(0)
     if 2 * len(draws.unique(dim=0)) <= len(draws):  # points
-        loc, scale = torch.zeros_like(scale), _prior_scale(site, prior).to(scale)
-    scale = torch.where(scale > 0, scale, site.unit).expand(draws.shape[1:])
+        loc = scale = torch.zeros_like(scale)
+        if site.is_real:
+            with suppress(NotImplementedError):
+                scale = prior.variance.sqrt().to(scale)
+    is_known = (scale > 0) & scale.isfinite()
+    scale = torch.where(is_known, scale, site.unit).expand(draws.shape[1:])
     return _Site(
         site,
         scale.shape,
         lambda coordinates: loc + scale * coordinates,
         lambda draw: (inverse(draw[site.name]) - loc) / scale,
     )
-
-
-def _prior_scale(site: LatentSite, prior: Any) -> Tensor:
-    """Return the standard deviation of a prior on all real numbers, or else the unit of the site."""
-    unit = torch.tensor(site.unit)
-    try:
-        scale = prior.variance.sqrt() if site.is_real else unit
-    except NotImplementedError:
-        scale = unit
-    return torch.where(torch.isfinite(scale), scale, unit.to(scale))
 
 
 def _check_plates(samples: Mapping[str, Any]) -> None:

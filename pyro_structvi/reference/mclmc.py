@@ -76,8 +76,7 @@ def mclmc(
             nats.
         initial_energy_variance: Target at the first step of the warm-up. The target falls
             geometrically to ``energy_variance`` over three quarters of the warm-up; it is constant when
-            None.
-            A larger one explores more of a net's posterior before the draws.
+            None. A larger one explores more of a net's posterior before the draws.
         adjusted: Whether each trajectory is accepted or rejected, so that the posterior is exact.
         compiled: Whether inductor compiles the gradient, which needs a C++ compiler and changes
             rounding. "auto" compiles it if the gradients to come take more than about a minute without,
