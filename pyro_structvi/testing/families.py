@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_structvi._torch import has_overlap
 from pyro_structvi.nn.conversion import bayesianize
 from pyro_structvi.nn.regressors import Regressor
 from pyro_structvi.sites.family import Family
@@ -159,10 +160,8 @@ def _check_start(contract: Contract, family: Family, site: LatentSite) -> None:
     names = (*family.constants, *family.delayed)
     contract.equal("`constants` and `delayed` name tensors of `init`", {*names} - {*here}, set())
     for name, value in here.items():
-        is_own = all(
-            size == 1 or stride for size, stride in zip(value.shape, value.stride(), strict=True)
-        )
-        contract.equal(f"elements of `{name}` share no memory, as after `expand`", is_own, True)
+        rule = f"elements of `{name}` share no memory, as after `expand`"
+        contract.equal(rule, has_overlap(value), False)
     storages = [value.untyped_storage().data_ptr() for value in (loc, *here.values())]
     rule = "tensors of `init` share no memory with `loc` or each other"
     contract.equal(rule, len(set(storages)), len(storages))
