@@ -50,6 +50,7 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
 }
 OPTIONS: dict[str, Any] = {  # and their ranges
     "skip": bool | Literal["auto"],
+    "refine": bool | Literal["auto"],
     "prior_scale": Positive,
     "prior_df": Positive | None,
     "num_members": Count,
@@ -243,9 +244,7 @@ class BayesianMLP(BaseEstimator):
         raise NotImplementedError
 
     def _is_refined(self, inputs: Array | Tensor) -> bool:
-        if self.refine not in (True, False, "auto"):
-            raise ValueError(f'`refine` must be True, False or "auto", but got {self.refine!r}.')
-        return len(inputs) <= REFINED if self.refine == "auto" else bool(self.refine)
+        return len(inputs) <= REFINED if self.refine == "auto" else self.refine
 
     def _has_starts(self, data: tuple[Tensor, ...]) -> bool:
         """Whether points are starts of chains or of a mixture."""

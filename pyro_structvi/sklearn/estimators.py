@@ -199,12 +199,12 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         return densities
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
-        df, words = (
-            self.noise_df,
-            f'above 1 and at most {MOST_DF}, "learned", or None for normal noise',
-        )
+        df = self.noise_df
         if df not in (None, "learned") and (isinstance(df, str) or not 1 < df <= MOST_DF):
-            raise ValueError(f"`noise_df` must be {words}, but got {df!r}.")
+            raise ValueError(
+                f'`noise_df` must be above 1 and at most {MOST_DF}, "learned", or None for normal '
+                f"noise, but got {df!r}."
+            )
         floor = max(SMALLEST_FLOOR, self.noise_floor_ / self.y_scaler_.scale_[0])
         return Regressor(net, noise="heteroscedastic", df=self.noise_df, noise_floor=floor)
 
@@ -247,21 +247,15 @@ def _warn_of_repeated(value: float, inputs: Array, targets: Array) -> None:
 class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
     """Bayesian classification by a multi-layer perceptron.
 
-    It takes the further arguments of :class:`BayesianMLPRegressor`.
+    It has the further arguments and attributes of :class:`BayesianMLPRegressor`, but for those of
+    noise and ``y_scaler_``.
 
     Args:
         class_weight: Weights of the classes' log likelihoods, a dictionary, or "balanced" for weights
             inversely proportional to their frequencies, which count examples by ``sample_weight``.
 
     Attributes:
-        model_: The model, of the numbers of classes.
-        guide_: The fitted guide.
-        draws_: Draws of the posterior by site.
-        posterior_: The posterior, which "auto" chooses by ``refine`` and the number of examples.
-        kl_weight_: The weight of the KL of a guide that has no points.
-        x_scaler_: The scaling of inputs.
-        classes_: The classes.
-        n_features_in_: The number of inputs.
+        classes_: The classes; ``model_`` has their numbers.
 
     Example:
         >>> import numpy as np
