@@ -38,10 +38,7 @@ Schedule = Annotated[Callable[[int], float], NO_CLASS]
 class LinearAnnealing(CheckedFields):
     """Rise linearly from ``start`` at step 0 to ``end`` at step ``num_steps``, and stay there.
 
-    Args:
-        num_steps: How many steps the rise takes.
-        start: The value at step 0, at least 0.
-        end: The value from step ``num_steps`` on.
+    Both values are at least 0.
 
     Example:
         >>> weight = LinearAnnealing(num_steps=100)
@@ -68,10 +65,7 @@ class LinearAnnealing(CheckedFields):
 class CosineDecay(CheckedFields):
     """Fall from ``start`` at step 0 to ``end`` at step ``num_steps`` by half a cosine, and stay there.
 
-    Args:
-        num_steps: How many steps the fall takes.
-        start: The value at step 0, at least 0.
-        end: The value from step ``num_steps`` on.
+    Both values are at least 0.
 
     Example:
         >>> rate = CosineDecay(num_steps=100, start=0.1)

@@ -106,12 +106,7 @@ def total_variation(probabilities: Tensor, reference: Tensor) -> float:
 
     .. math:: \frac{1}{N} \sum_n \frac12 \sum_c |p_n(c) - q_n(c)|
 
-    Args:
-        probabilities: Averaged over draws, ``(N, classes)``.
-        reference: Probabilities of the reference, of the same shape.
-
-    Raises:
-        ValueError: If shapes differ, or a row is no vector of probabilities.
+    Arguments and errors are those of :func:`agreement`.
 
     Example:
         >>> total_variation(torch.tensor([[0.75, 0.25]]), torch.tensor([[0.5, 0.5]]))

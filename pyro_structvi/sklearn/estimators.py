@@ -275,10 +275,7 @@ class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Fit the posterior to inputs ``(N, features)`` and classes ``(N,)``.
 
-        Args:
-            X: Inputs.
-            y: Classes.
-            sample_weight: Weights of the examples' log likelihoods ``(N,)``.
+        The weights are those of :meth:`BayesianMLPRegressor.fit`.
 
         Raises:
             ValueError: If an argument is out of range, ``X`` holds NaN, or there is a single class.

@@ -29,13 +29,9 @@ EVERYWHERE = TESTS + DEMO + BENCHMARKS
 
 @dataclass(frozen=True)
 class GuideVariant:
-    """A guide with its options; a call with a model, and further options, makes the guide.
+    """A guide with its options, under a name in tests and tables, and the places that run it.
 
-    Args:
-        name: The name of the guide in tests and tables.
-        guide: The class of the guide.
-        options: Its options.
-        used_in: The places that run it.
+    A call with a model, and further options, makes the guide.
     """
 
     name: str
