@@ -252,9 +252,8 @@ def _warn_of_far_starts(guide: StructuredGuide, priors: dict[str, Any]) -> None:
             # A plate of the first mini-batch has a part of the values.
             if prior is not None and value.shape == prior.batch_shape + prior.event_shape:
                 with suppress(NotImplementedError):
-                    distances[name] = float(
-                        ((value - prior.mean) / prior.stddev).square().mean().sqrt()
-                    )
+                    away = (value - prior.mean) / prior.stddev
+                    distances[name] = float(away.square().mean().sqrt())
     far = {name: each for name, each in distances.items() if FAR_START < each < math.inf}
     if far:
         name = max(far, key=lambda name: far[name])

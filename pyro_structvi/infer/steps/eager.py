@@ -196,9 +196,7 @@ def error_of(
         }
     for kind, values in kinds.items():
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        bad = [
-            name for name, own in tensors.items() if not own.is_meta and not own.isfinite().all()
-        ]
+        bad = [name for name, own in tensors.items() if not (own.is_meta or own.isfinite().all())]
         if bad:
             remedy = "Drop or mend these examples" if kind == "data" else _REMEDY
             return FloatingPointError(f"{where}, the {kind} {bad} is not finite. {kept} {remedy}.")
