@@ -54,8 +54,7 @@ def inside_plate() -> bool:
 
 def handlers_around() -> list[Any]:
     """Return the handlers in whose blocks this code runs."""
-    around: list[Any] = _PYRO_STACK[_FIRST.get() :]
-    return around
+    return _PYRO_STACK[_FIRST.get() :]
 
 
 def unwrapped(program: Any) -> Any:
@@ -117,8 +116,7 @@ def outside_plates() -> Iterator[None]:
 
 def declared_samples(module: nn.Module) -> dict[str, Any]:
     """Return the priors of a module's ``PyroSample`` attributes, by attribute, before it has run."""
-    samples: dict[str, Any] = vars(module).get("_pyro_samples", {})
-    return samples
+    return vars(module).get("_pyro_samples", {})
 
 
 def declared_name(module: PyroModule, attribute: str) -> str:
@@ -147,8 +145,7 @@ def make_pyro_module(net: Any, base: type[PyroModule]) -> None:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before it became a PyroModule here, or the class it has."""
-    kind: type[nn.Module] = vars(type(module)).get("_plain_class", type(module))
-    return kind
+    return vars(type(module)).get("_plain_class", type(module))
 
 
 def make_plain_module(module: nn.Module) -> None:
@@ -201,8 +198,7 @@ def _reduce(self: PyroModule) -> tuple[Any, ...]:
 def _state(self: PyroModule) -> dict[str, Any]:
     """Return the state that a class with its own way of copying has, as the base changes it."""
     base: Any = type(self).__bases__[-1]
-    found: dict[str, Any] = base._state_of_copy(self, partial(plain_class(self).__getstate__, self))
-    return found
+    return base._state_of_copy(self, partial(plain_class(self).__getstate__, self))
 
 
 def _deepcopy(self: PyroModule, memo: dict[int, Any]) -> Any:
@@ -262,8 +258,7 @@ def was_called(net: nn.Module) -> bool:
 
 def values_of_pass(net: PyroModule) -> dict[str, Tensor]:
     """Return the values that the sites of a net have in the pass that is running, by name."""
-    values: dict[str, Tensor] = net._pyro_context.cache
-    return values
+    return net._pyro_context.cache
 
 
 def keep_values_in(net: PyroModule, values: dict[str, Tensor]) -> None:
@@ -339,8 +334,7 @@ def forget_parameters(prefix: str) -> None:
 
 def stored_parameter(name: str) -> Tensor | None:
     """Return the unconstrained parameter that Pyro's store has under a name, or None."""
-    parameter: Tensor | None = _PYRO_PARAM_STORE._params.get(name)
-    return parameter
+    return _PYRO_PARAM_STORE._params.get(name)
 
 
 def stored_parameters() -> dict[str, Tensor]:
@@ -380,13 +374,11 @@ def has_stepped(optim: PyroOptim) -> bool:
 
 def optimizer_options(optim: PyroOptim, parameter: nn.Parameter) -> dict[str, Any]:
     """Return the arguments of torch's optimizer that a Pyro optimizer has for a parameter."""
-    options: dict[str, Any] = optim._get_optim_args(parameter)
-    return options
+    return optim._get_optim_args(parameter)
 
 
 def gradient_clip(
     optim: PyroOptim, parameter: nn.Parameter
 ) -> Callable[[nn.Parameter], None] | None:
     """Return how a Pyro optimizer clips a parameter's gradient in place, or None."""
-    clip: Callable[[nn.Parameter], None] | None = optim._get_grad_clip(parameter)
-    return clip
+    return optim._get_grad_clip(parameter)

@@ -146,8 +146,7 @@ def without_storage(cls: type[T], shape: torch.Size, like: Tensor) -> T:
 
 def reshape_without_view(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Reshape a tensor that nothing else holds into no view, whose gradient autograd does not copy."""
-    reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
-    return reshaped
+    return torch.ops.aten._unsafe_view(tensor, shape)
 
 
 # The common base of batch and instance normalization in all dimensions, lazy and synchronized ones too.
@@ -313,8 +312,7 @@ GROUPED_PRODUCT = torch._grouped_mm
 
 def without_compiler(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` was given, or one that it did not return as it is."""
-    inside: nn.Module = vars(module).get("_modules", {}).get("_orig_mod", module)
-    return inside
+    return vars(module).get("_modules", {}).get("_orig_mod", module)
 
 
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized")

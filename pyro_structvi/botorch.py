@@ -148,8 +148,7 @@ class StructuredModel(EnsembleModel):
                 f"outputs are {shape_text(functions.shape[1:])} for {len(rows)} inputs. Pass a "
                 "`Regressor` and all outcomes that it was fitted to."
             )
-        shaped: Tensor = functions.reshape(-1, *x.shape[:-1], size)
-        return shaped
+        return functions.reshape(-1, *x.shape[:-1], size)
 
     @checked
     def sample(self, number: int | None = None) -> GenericDeterministicModel:

@@ -113,8 +113,7 @@ def pareto_k(
                 of_model = poutine.trace(replayed).get_trace(*args, **kwargs)
             _check_sites(of_model, of_guide)
             _check_data(of_model, getattr(unwrapped(model), "num_data", None))
-            total: Tensor = of_model.log_prob_sum().double() - of_guide.log_prob_sum().double()
-            return total
+            return of_model.log_prob_sum().double() - of_guide.log_prob_sum().double()
 
         joint.factorize()
         weights = guide.median().values()

@@ -242,8 +242,7 @@ class StructuredAdam(torch.optim.Optimizer):
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             usual = torch.where(found_inf.to(norm) > 0, before, usual)
         before.lerp_(usual, 1.0 - beta)
-        divisor: Tensor = excess if scale is None else excess * scale
-        return divisor
+        return excess if scale is None else excess * scale
 
     def _move_means(self, divisor: Tensor | None) -> None:
         """Move the means of posteriors with correlations in their own coordinates."""

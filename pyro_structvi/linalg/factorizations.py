@@ -94,5 +94,4 @@ def tril_or_nan(matrix: Tensor) -> Tensor:
     """Return Cholesky factors of ``(*batch, M, M)``, NaN for matrices that are not positive definite."""
     tril, info = torch.linalg.cholesky_ex(matrix)
     # A product, since its gradient is NaN too.
-    factor: Tensor = tril * torch.where(info > 0, torch.nan, 1.0).to(tril)[..., None, None]
-    return factor
+    return tril * torch.where(info > 0, torch.nan, 1.0).to(tril)[..., None, None]

@@ -61,8 +61,7 @@ def blocks_of_rows(rows: Tensor, width: int) -> tuple[Tensor, ...]:
     """Split ``rows (*batch, n, k)`` into blocks that fit a CPU cache with ``width`` numbers a row."""
     if rows.device.type != "cpu" or _IN_ONE.get():
         return (rows,)
-    blocks: tuple[Tensor, ...] = rows.split(max(1, BLOCK // max(1, width)), dim=-2)
-    return blocks
+    return rows.split(max(1, BLOCK // max(1, width)), dim=-2)
 
 
 def solve_lower(tril: Tensor, vectors: Tensor) -> Tensor:
@@ -273,8 +272,7 @@ def sum_of_logs(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the sum of ``log (R C')`` for ``R (*batch, out, k)`` and ``C (*batch, in, k)``."""
     if inside_transform() or rows.shape[-2] * columns.shape[-2] <= _FEW:
         return (rows @ columns.mT).log().sum((-2, -1))
-    total: Tensor = SumOfLogs.apply(rows, columns)
-    return total
+    return SumOfLogs.apply(rows, columns)
 
 
 class SumOfLogs(torch.autograd.Function):

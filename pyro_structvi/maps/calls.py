@@ -107,8 +107,7 @@ class Application(NamedTuple):
     def num_examples(self) -> int:
         stack = 0 if self.arrangement is None else self.arrangement.stack
         lead = self.x.dim() - self.linear_map.event_dim(self.x) - stack
-        size: int = self.x.shape[:lead].numel()
-        return size
+        return self.x.shape[:lead].numel()
 
     def matrix_of(self, weight: Tensor) -> Tensor:
         """Return a weight as a matrix or a stack of matrices."""
@@ -127,8 +126,7 @@ class Lookup(NamedTuple):
     @property
     def indices(self) -> Tensor:
         """The integers as ``(batch, positions)``, with sizes of 1 for missing dimensions."""
-        indices: Tensor = self.x.reshape(self.x.shape[:1].numel(), self.x.shape[1:].numel())
-        return indices
+        return self.x.reshape(self.x.shape[:1].numel(), self.x.shape[1:].numel())
 
     @property
     def has_positions(self) -> bool:

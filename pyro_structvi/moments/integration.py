@@ -134,8 +134,7 @@ def _at(q: Any, nodes: Tensor, name: str) -> Tensor:
     base = base_of(q)
     if not isinstance(base, TransformedNormal):
         if getattr(base, "has_rsample", False) and not bool(base.variance.any()):
-            known: Tensor = base.mean.expand(len(nodes), 1, *base.mean.shape)
-            return known
+            return base.mean.expand(len(nodes), 1, *base.mean.shape)
         raise NotImplementedError(
             f"The site '{name}' of the likelihood has a {type(base).__name__} for a posterior, over "
             "which there is no quadrature here. Predict with draws."

@@ -220,8 +220,7 @@ def _standardized(x: Any, start: int, num_groups: int, eps: float, center: bool 
     start = start if is_known or x.covariance is None else -1
 
     def grouped(values: Tensor) -> Tensor:
-        groups: Tensor = values.flatten(start).unflatten(-1, (num_groups, -1))
-        return groups
+        return values.flatten(start).unflatten(-1, (num_groups, -1))
 
     def centered(values: Tensor) -> Tensor:
         groups = grouped(values)

@@ -122,8 +122,7 @@ def _value_of(site: LatentSite, q: Any, settings: Settings) -> Tensor:
                 "The chosen elements of a subnetwork are drawn jointly, and have no moments here. "
                 "Predict with draws."
             )
-        mean: Tensor = q.mean
-        return mean
+        return q.mean
     if not isinstance(base, TransformedNormal):
         try:
             return RandomTensor(q.mean, q.variance, settings)
@@ -156,8 +155,7 @@ def linear_moments(application: Application) -> RandomTensor:
     is_stack = arrangement is not None and arrangement.stack > 0  # whose rows are no examples
     is_of_vectors = arrangement is not None and arrangement.is_of_vectors
     if is_of_vectors and not isinstance(weight, RandomWeight):
-        products: RandomTensor = (x * weight).sum(-1, keepdim=True)  # whose covariances are known
-        return products
+        return (x * weight).sum(-1, keepdim=True)  # whose covariances are known
     both = isinstance(weight, RandomWeight) and isinstance(bias, RandomWeight)
     is_joint = both and weight.part == "weight" and bias.distribution is weight.distribution
     if arrangement is not None and is_joint:
@@ -272,8 +270,7 @@ def origin_of(x: RandomTensor) -> Origin | None:
     """Return the correlated weight and the linear function of it that a tensor is, or None."""
     if isinstance(x, RandomWeight):
         return None if isinstance(x.distribution, IndependentWeight) else (x, _same)
-    found: Origin | None = x.of_weight
-    return found
+    return x.of_weight
 
 
 def _arranged(origin: Origin, application: Application, is_joint: bool) -> WeightDistribution:

@@ -190,8 +190,7 @@ def _interpolate(
 ) -> RandomTensor:
     if mode not in ("nearest", "nearest-exact"):
         raise NotImplementedError(f"`interpolate` with `mode='{mode}'` has no moments")
-    found: RandomTensor = _move(F.interpolate, x, size, scale_factor, mode, **kwargs)
-    return found
+    return _move(F.interpolate, x, size, scale_factor, mode, **kwargs)
 
 
 _KEEP_ORDER = {"reshape", "flatten", "reshape_as", "squeeze", "expand", "expand_as"}
@@ -395,8 +394,7 @@ def _keep_weight(call: Call, found: Any) -> None:
     apply = call.replayed({id(sources[0]): inner})
 
     def part(number: int, values: Tensor) -> Tensor:
-        own: Tensor = take_apart(apply(values))[0][number]
-        return own
+        return take_apart(apply(values))[0][number]
 
     for number, each in enumerate(take_apart(found)[0]):
         if isinstance(each, RandomTensor) and each is not sources[0]:

@@ -454,8 +454,7 @@ def freeze(module: nn.Module, attribute: str) -> None:
 
 def frozen_names(module: nn.Module) -> list[str]:
     """Return the attributes of a module that were frozen parameters."""
-    names: list[str] = vars(module).get("frozen_parameters", [])
-    return names
+    return vars(module).get("frozen_parameters", [])
 
 
 def frozen_keys(module: nn.Module) -> set[str]:

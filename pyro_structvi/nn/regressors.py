@@ -222,8 +222,7 @@ class StudentTNoise(dist.StudentT):
             self._validate_sample(value)
         df, square = shrink(self.df, self.df.dim()), ((value - self.loc) / self.scale).square()
         constant = log_gamma_ratio(df, 1) - 0.5 * (math.pi * df).log() - self.scale.log()
-        log_prob: Tensor = constant - 0.5 * (df + 1) * (square / df).log1p()
-        return log_prob
+        return constant - 0.5 * (df + 1) * (square / df).log1p()
 
 
 class PoissonRegressor(Likelihood):

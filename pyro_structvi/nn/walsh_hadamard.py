@@ -216,8 +216,7 @@ class WalshHadamardConv(WalshHadamardLayer):
         if coefficients.dim() == 2:
             convolution = getattr(F, f"conv{len(self.stride)}d")
             filters = self.weight(coefficients)
-            outputs: Tensor = convolution(x, filters, None, self.stride, 0, self.dilation)
-            return outputs
+            return convolution(x, filters, None, self.stride, 0, self.dilation)
         return super()._outputs(self._patches(x), coefficients).movedim(-1, 1)
 
     def _patches(self, x: Tensor) -> Tensor:

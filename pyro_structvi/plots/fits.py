@@ -79,8 +79,7 @@ def running_mean(values: Array, window: int) -> Array:
     starts = np.pad(blocks[:, :-1].cumsum(1), [(0, 0), (1, 0)])
     first = np.arange(size) - before
     counts = (first + window).clip(max=size) - first.clip(0)
-    means: Array = (ends[:-1] + starts[1:]).flatten()[:size] / counts
-    return means
+    return (ends[:-1] + starts[1:]).flatten()[:size] / counts
 
 
 @checked

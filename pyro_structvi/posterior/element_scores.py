@@ -103,8 +103,7 @@ def laplace_variances(
         """Return the log density of one example."""
         own, inputs = map_nested(lambda value: value.unsqueeze(0), (own, example))
         node = run_at_draw(model, values | changed | own, inputs).nodes[observed]
-        density: Tensor = node["fn"].log_prob(node["value"]).sum()
-        return density
+        return node["fn"].log_prob(node["value"]).sum()
 
     information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}
     like = next(iter(own.values()))

@@ -337,8 +337,7 @@ def parts_of(model: Any) -> Parts:
         if own:
             parts[path] = own
     # Lists in place of tuples, and names in place of NaN, which does not equal itself.
-    found: Parts = json.loads(json.dumps(parts, default=brief), parse_constant=str)
-    return found
+    return json.loads(json.dumps(parts, default=brief), parse_constant=str)
 
 
 def check_parts(saved: Parts, model: Any) -> None:

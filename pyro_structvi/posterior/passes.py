@@ -380,5 +380,4 @@ def _split(draws: D, size: int) -> list[D]:
 
 def _only(draws: D) -> D:
     """Return the single draw of a stack."""
-    only: D = map_nested(lambda value: value.squeeze(0), draws)
-    return only
+    return map_nested(lambda value: value.squeeze(0), draws)

@@ -176,8 +176,7 @@ class OwningAutoGuide(AutoGuide):
     @property
     def model(self) -> Callable[..., Any] | None:
         """The model, or None after unpickling."""
-        model: Callable[..., Any] | None = self._model[0]
-        return model
+        return self._model[0]
 
     @property
     def needed_model(self) -> Callable[..., Any]:
@@ -193,8 +192,7 @@ class OwningAutoGuide(AutoGuide):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the existing parameters, and record that an optimizer may have them."""
         self.handed_out.update(name for name, _ in self.named_parameters(recurse=recurse))
-        existing: Iterator[nn.Parameter] = super().parameters(recurse)
-        return existing
+        return super().parameters(recurse)
 
     @contextmanager
     def warning_of_new_parameters(self) -> Iterator[None]:
@@ -286,8 +284,7 @@ class OwningAutoGuide(AutoGuide):
                     "`create_plates` must be None for a guide in an AutoGuideList, whose parts have its "
                     "plates. Write `AutoGuideList(model, create_plates=...)`."
                 )
-            own: dict[str, Any] = self.master().plates
-            return own
+            return self.master().plates
         created = () if self.create_plates is None else self.create_plates(*args, **kwargs)
         made = {}
         for given in [created] if isinstance(created, pyro.plate) else created:

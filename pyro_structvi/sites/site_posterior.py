@@ -68,8 +68,7 @@ class SitePosterior(nn.Module):
 
     def value(self, name: str) -> Tensor:
         """Return a parameter or constant, with masks and parametrizations applied."""
-        value: Tensor = getattr(self, name)
-        return value
+        return getattr(self, name)
 
     def release(self, name: str) -> Tensor:
         """Remove a parameter and return its value."""

@@ -83,8 +83,7 @@ class WithSkip(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum for inputs ``(N, features)``."""
-        output: Tensor = self.net(x) + self.skip(x)
-        return output
+        return self.net(x) + self.skip(x)
 
 
 @dataclass(eq=False, repr=False)
@@ -419,8 +418,7 @@ def num_distinct(rows: Array) -> int:
 def to_numpy(values: Tensor | None) -> Array:
     """Return values in double precision."""
     assert values is not None
-    array: Array = values.detach().double().cpu().numpy()
-    return array
+    return values.detach().double().cpu().numpy()
 
 
 def as_weights(sample_weight: ArrayLike | None, inputs: Array) -> Array | None:

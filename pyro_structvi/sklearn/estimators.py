@@ -195,8 +195,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         check_consistent_length(X, column)
         predictions = self._predictions(X, torch.as_tensor(self.y_scaler_.transform(column)))
         found = np.concatenate([to_numpy(each.log_density) for each in predictions])
-        densities: Array = found - np.log(self.y_scaler_.scale_[0])
-        return densities
+        return found - np.log(self.y_scaler_.scale_[0])
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
         df = self.noise_df
@@ -210,16 +209,14 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
 
     def _in_units(self, values: Tensor) -> Array:
         scaled = to_numpy(values)[..., 0]
-        array: Array = scaled * self.y_scaler_.scale_[0] + self.y_scaler_.mean_[0]
-        return array
+        return scaled * self.y_scaler_.scale_[0] + self.y_scaler_.mean_[0]
 
 
 def _joined(targets: Array, eps: float) -> Array:
     """Return targets with one value in place of those that differ by the rounding of arithmetic."""
     values, place = np.unique(targets, return_inverse=True)
     is_new = np.diff(values, prepend=-np.inf) > ROUNDING * eps * np.abs(values).max()
-    joined: Array = values[is_new][is_new.cumsum()[place] - 1]
-    return joined
+    return values[is_new][is_new.cumsum()[place] - 1]
 
 
 def _scale_of_rounding(values: Array, inputs: Array, targets: Array) -> float:
@@ -316,8 +313,7 @@ class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
     def predict(self, X: ArrayLike) -> Array:
         """Return the most probable classes ``(N,)``."""
         probabilities = self.predict_proba(X)
-        found: Array = self.classes_[probabilities.argmax(-1)]
-        return found
+        return self.classes_[probabilities.argmax(-1)]
 
     def _likelihood(self, net: nn.Module) -> Likelihood:
         return Classifier(net)

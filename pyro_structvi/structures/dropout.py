@@ -271,8 +271,7 @@ def _kl_dropout(q: BernoulliDropout, p: Any) -> Tensor:
     """KL to other priors, by their density at both values of each element."""
     dropped, kept = torch.zeros_like(q.loc), q.loc / (1 - q.rate)
     log_prob = q.rate * p.log_prob(dropped).sum() + (1 - q.rate) * p.log_prob(kept).sum()
-    nats: Tensor = -log_prob - q.entropy()
-    return nats
+    return -log_prob - q.entropy()
 
 
 @quantiles.register

@@ -227,8 +227,7 @@ def block_rotation(angles: Tensor, size: int, block_size: int) -> Tensor:
         blocks += cayley(angles[:split].view(whole, split // whole), block_size)
     if rest:
         blocks.append(cayley(angles[split:], rest))
-    rotation: Tensor = torch.block_diag(*blocks)
-    return rotation
+    return torch.block_diag(*blocks)
 
 
 def cayley(angles: Tensor, size: int) -> Tensor:

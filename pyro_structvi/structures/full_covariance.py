@@ -128,8 +128,7 @@ class _FullOutputs(GaussianOutputs):
             outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
         else:  # without a gradient, or if the outputs determine the noise
             outputs = self._x @ self._weight.as_matrix(self._weight.scale_noise(noise)).mT
-        draws: Tensor = self.loc + outputs.reshape(*lead, *self.event_shape)
-        return draws
+        return self.loc + outputs.reshape(*lead, *self.event_shape)
 
 
 def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:

@@ -43,8 +43,7 @@ def kl_between(q: Any, p: Any) -> Tensor:
     rules = (rule for kinds, rule in _TRACES if all(map(isinstance, (q, p), kinds)))
     moment = next(rules, _trace_of_columns)(q, p) + p.mahalanobis(q.mean - p.mean)
     log_dets = p.log_det_covariance - q.log_det_covariance
-    divergence: Tensor = 0.5 * (moment + log_dets - q.event_shape.numel())
-    return divergence
+    return 0.5 * (moment + log_dets - q.event_shape.numel())
 
 
 register_kl(PrunedNormal, IndependentWeight)(kl_to_independent)
@@ -145,8 +144,7 @@ def _inverse_squares(tril: Tensor) -> Tensor:
 
 
 def _whitened(tril: Tensor, columns: Tensor) -> Tensor:
-    whitened: Tensor = torch.linalg.solve_triangular(tril, columns, upper=False)
-    return whitened
+    return torch.linalg.solve_triangular(tril, columns, upper=False)
 
 
 _BY_TRIANGLES = (MatrixNormal, RowwiseNormal, FullNormal)

@@ -306,8 +306,7 @@ class TransformedNormal(TransformedDistribution):
         """Return the values ``(count, *shape)`` at standard normal nodes ``(count,)``."""
         normal = self.base_dist
         value = normal.mean + normal.stddev * nodes.reshape(-1, *(1 for _ in normal.mean.shape))
-        found: Tensor = ComposeTransform(self.transforms)(value)
-        return found
+        return ComposeTransform(self.transforms)(value)
 
 
 @quantiles.register

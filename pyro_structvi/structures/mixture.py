@@ -163,13 +163,11 @@ class MixtureGuide(StructuredGuide):
     @property
     def best(self) -> StructuredGuide:
         """The member with the largest weight."""
-        best: StructuredGuide = self.members[int(self.weights.argmax())]
-        return best
+        return self.members[int(self.weights.argmax())]
 
     @property
     def _first(self) -> StructuredGuide:
-        first: StructuredGuide = self.members[0]
-        return first
+        return self.members[0]
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         with self.warning_of_new_parameters():
@@ -187,8 +185,7 @@ class MixtureGuide(StructuredGuide):
         check_no_plates_around([self.site_names])
         check_not_given([(self.site_names, None)])
         member = self.members[int(weights_of(self).multinomial(1))]
-        values: dict[str, Tensor] = member(*args, **kwargs)
-        return values
+        return member(*args, **kwargs)
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
         self._initialize_if_needed(args, kwargs)
@@ -276,8 +273,7 @@ def _start_of_member(
     permuted = free.flatten()[order].reshape(free.shape)
     size = permuted.square().mean().sqrt()
     noise = NOISE * torch.where(size > 0, size, 1.0) * torch.randn_like(permuted)
-    moved: Tensor = bijection(permuted + noise)
-    return moved
+    return bijection(permuted + noise)
 
 
 def _are_of_one_kind(one: StructuredGuide, other: StructuredGuide) -> bool:

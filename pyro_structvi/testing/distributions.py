@@ -270,8 +270,7 @@ def positive(*shape: int, dtype: torch.dtype) -> Tensor:
 def cholesky_factor(batch_shape: Shape, size: int, dtype: torch.dtype) -> Tensor:
     """Return lower triangular matrices ``(*batch_shape, size, size)`` with positive diagonals."""
     below = torch.randn(*batch_shape, size, size, dtype=dtype).tril(-1) / size**0.5
-    factor: Tensor = below + torch.diag_embed(positive(*batch_shape, size, dtype=dtype))
-    return factor
+    return below + torch.diag_embed(positive(*batch_shape, size, dtype=dtype))
 
 
 def random_weight(
@@ -318,7 +317,6 @@ def random_weight(
                 onto = transform_to(argument.constraint)
                 free = torch.randn(onto.inverse_shape(torch.Size(shape)), dtype=dtype)
                 arguments.append(onto(free))
-        q: WeightDistribution = distribution(*arguments)
-        return q
+        return distribution(*arguments)
 
     return make

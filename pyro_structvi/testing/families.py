@@ -221,8 +221,7 @@ def _start_together(
 
     def variance() -> Tensor:
         marginals = guide.joint_posterior().conditionals("marginals")
-        own: Tensor = next(q.variance for each, q in marginals if each.name == WEIGHT)
-        return own
+        return next(q.variance for each, q in marginals if each.name == WEIGHT)
 
     draw, center = (lambda: joined(guide.draw())), joined(guide.median())
     return _Start(draw, center, variance, guide[WEIGHT].state_dict(), has_members(guide))

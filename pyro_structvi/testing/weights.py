@@ -135,8 +135,7 @@ class Subject(Contract):
 
 def dense_of_batch(covariance: Tensor) -> Tensor:
     """Return the covariance of independent weights of a batch, given ``(*batch, D, D)``."""
-    whole: Tensor = torch.block_diag(*covariance.reshape(-1, *covariance.shape[-2:]))
-    return whole
+    return torch.block_diag(*covariance.reshape(-1, *covariance.shape[-2:]))
 
 
 def narrow_normal(mean: Tensor, covariance: Tensor) -> MultivariateNormal | None:
@@ -269,8 +268,7 @@ def check_kl(s: Subject) -> None:
         if s.kl is not None:
             return s.kl(q, prior.mean, prior.stddev)
         if not s.is_normal:
-            nats: Tensor = normal_cross_entropy(q, prior) - q.entropy()
-            return nats
+            return normal_cross_entropy(q, prior) - q.entropy()
         variances = torch.diag_embed(prior.variance.flatten(batch))
         return kl_divergence(dense, MultivariateNormal(prior.mean.flatten(batch), variances))
 

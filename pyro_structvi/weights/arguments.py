@@ -34,8 +34,7 @@ class _Orthogonal(constraints.Constraint):
 
     def check(self, value: Tensor) -> Tensor:
         error = (value.mT @ value - identity_like(value)).abs().amax((-2, -1))
-        is_close: Tensor = error <= value.shape[-1] * torch.finfo(value.dtype).eps ** 0.5
-        return is_close
+        return error <= value.shape[-1] * torch.finfo(value.dtype).eps ** 0.5
 
 
 orthogonal = _Orthogonal()

@@ -47,12 +47,10 @@ class GaussianOutputs(OutputDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         flat = value.flatten(value.dim() - len(self.event_shape))
-        log_density: Tensor = self._dense.log_prob(flat)
-        return log_density
+        return self._dense.log_prob(flat)
 
     def entropy(self) -> Tensor:
-        nats: Tensor = self._dense.entropy()
-        return nats
+        return self._dense.entropy()
 
     @property
     def _dense(self) -> MultivariateNormal:

@@ -205,8 +205,7 @@ def quantiles(distribution: Any, probs: Tensor) -> Tensor:
         tensor([[ 0.0000, 10.0000],
                 [ 1.9600, 13.9200]])
     """
-    found: Tensor = distribution.icdf(in_front(probs, distribution.mean))
-    return found
+    return distribution.icdf(in_front(probs, distribution.mean))
 
 
 @quantiles.register(Independent)
@@ -265,11 +264,9 @@ def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
     """
     prior = base_of(prior)
     if hasattr(prior, "expected_neg_log_prob"):
-        own: Tensor = prior.expected_neg_log_prob(mean, variance)
-        return own
+        return prior.expected_neg_log_prob(mean, variance)
     if isinstance(prior, Normal):
-        nats: Tensor = variance / (2 * prior.scale.square()) - prior.log_prob(mean)
-        return nats
+        return variance / (2 * prior.scale.square()) - prior.log_prob(mean)
     if isinstance(prior, Laplace):
         distance = _mean_distance(mean - prior.loc, variance)
         return (2 * prior.scale).log() + distance / prior.scale
@@ -316,8 +313,7 @@ class JoinedPrior(Distribution):
             )
             check_shape("value", value, self.event_shape, "(out, in + 1)")
         weight, bias = value[..., :-1].reshape(self.weight_shape), value[..., -1]
-        total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
-        return total
+        return self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
 
     def expected_neg_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Return :func:`expected_neg_log_prob` of weight and bias, ``(*batch, out, in + 1)``."""
@@ -367,8 +363,7 @@ def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
 def normal_cross_entropy(q: Any, p: Any) -> Tensor:
     """Return ``E[-log p(w)]`` for independent normals p, in nats, ``(*batch_shape,)``."""
     moment, log_det = _squares_and_logs(q, p)
-    nats: Tensor = 0.5 * (moment + log_det + q.event_shape.numel() * math.log(2 * math.pi))
-    return nats
+    return 0.5 * (moment + log_det + q.event_shape.numel() * math.log(2 * math.pi))
 
 
 def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:

@@ -148,8 +148,7 @@ def log_density(distribution: Any, value: Tensor) -> Tensor:
         is_possible = bool(distribution.support.check(value).all())
     except NotImplementedError:
         is_possible = True
-    log_prob: Tensor = distribution.log_prob(value if is_possible else distribution.sample())
-    return log_prob
+    return distribution.log_prob(value if is_possible else distribution.sample())
 
 
 def in_single(distribution: Any) -> Any:
@@ -199,8 +198,7 @@ def median(prior: Distribution) -> Tensor:
 def feasible_point(prior: Any) -> Tensor:
     """Return a value in the support of a distribution: the image of zero under a bijection."""
     bijection, like = biject_to(prior.support), next(iter(tensors_of(prior)), torch.empty(()))
-    value: Tensor = bijection(like.new_zeros(bijection.inverse_shape(prior.shape())))
-    return value
+    return bijection(like.new_zeros(bijection.inverse_shape(prior.shape())))
 
 
 def _draw(prior: Any, *sample_shape: int) -> Tensor:

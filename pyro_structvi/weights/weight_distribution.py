@@ -75,8 +75,7 @@ class TensorDistribution(TorchDistribution):
 
     @property
     def _first_parameter(self) -> Tensor:
-        parameter: Tensor = getattr(self, self.argument_names[0])
-        return parameter
+        return getattr(self, self.argument_names[0])
 
 
 class WeightDistribution(TensorDistribution):
@@ -203,8 +202,7 @@ class WeightDistribution(TensorDistribution):
         """Return the variance of each output of any map, around outputs with this mean."""
         if "outputs" not in self.ways_to_apply(linear_map, x):
             return dense_output_variance(self.event_shape[0], self.covariance_matrix, linear_map, x)
-        variance: Tensor = self.image_under(linear_map, x).variance
-        return variance
+        return self.image_under(linear_map, x).variance
 
     def spread(self, moment: Tensor) -> Tensor:
         r"""Return :math:`E[(W - M) S (W - M)^\top]`, ``(*batch, out, out)``.
@@ -351,8 +349,7 @@ class GaussianWeight(WeightDistribution):
         if has_own_image or "outputs" not in self.ways_to_apply(linear_map, x):
             return super().image_variance(linear_map, x, mean)
         around = self.image_around(mean, self.map_for_batch(linear_map), x)
-        variance: Tensor = around.variance
-        return variance
+        return around.variance
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None

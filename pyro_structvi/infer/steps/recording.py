@@ -234,8 +234,7 @@ class Record:
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """Repeat the call with other inputs of the same shapes."""
         with torch.no_grad(), autocast_off(inputs[0]):  # casts are operations of the record
-            outputs: Outputs = self._run(*inputs, *self.found)
-            return outputs
+            return self._run(*inputs, *self.found)
 
     def holds(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the values that Python read are the same for these inputs."""

@@ -127,8 +127,7 @@ class _FewRows(GaussianWeight):
 
     @property
     def _row_variance(self) -> Tensor:
-        variance: Tensor = self.scale.square() * (1 - self.whitened.square().sum(-2))
-        return variance
+        return self.scale.square() * (1 - self.whitened.square().sum(-2))
 
     @property
     def variance(self) -> Tensor:
@@ -153,8 +152,7 @@ class _FewRows(GaussianWeight):
         """Return ``e A D`` for rows e of noise ``(*, in)``."""
         upper = (self.tril + identity_like(self.tril)).mT
         gain = torch.linalg.solve_triangular(upper, self.whitened, upper=True)
-        scaled: Tensor = (noise - (noise @ self.inputs.mT) @ gain) * self.scale
-        return scaled
+        return (noise - (noise @ self.inputs.mT) @ gain) * self.scale
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
         rows = self.as_matrix(difference).double() / self.scale

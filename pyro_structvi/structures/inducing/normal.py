@@ -148,8 +148,7 @@ class InducingNormal(AugmentedNormal):
     @grad_cached_property
     def _in_double(self) -> Self:
         """The distribution in double precision: factors of small weights cancel in its density."""
-        new: Self = map_tensors(self, methodcaller("double"))
-        return new
+        return map_tensors(self, methodcaller("double"))
 
     @property
     def log_det_covariance(self) -> Tensor:
@@ -176,13 +175,11 @@ class InducingNormal(AugmentedNormal):
         identity = identity_like(self._residual)
         information = torch.linalg.solve(self._residual, identity - self._residual)
         covariance = self.inducing.covariance_matrix.double()
-        seen: Tensor = identity + covariance @ information / self.bases.squared_scale.double()
-        return seen
+        return identity + covariance @ information / self.bases.squared_scale.double()
 
     @property
     def members(self) -> Tensor:
-        members: Tensor = self.inducing.members
-        return members
+        return self.inducing.members
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
@@ -238,8 +235,7 @@ def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
     wanted = in_front(probs, stddev)
 
     def excess(values: Tensor) -> Tensor:
-        found: Tensor = ndtr((values.unsqueeze(1) - means) / stddev).mean(1) - wanted
-        return found
+        return ndtr((values.unsqueeze(1) - means) / stddev).mean(1) - wanted
 
     return find_root(excess, ends.amin(1), ends.amax(1)).to(distribution.mean)
 

@@ -100,8 +100,7 @@ class InducingSide:
         """The factor :math:`L`, ``(*batch, M, M)``, in double precision."""
         factor, square = self.factor.double(), self.diagonal.double().square()
         psi = factor @ factor.mT + torch.diag_embed(square + self.jitter.unsqueeze(-1))
-        tril: Tensor = torch.linalg.cholesky_ex(psi).L
-        return tril
+        return torch.linalg.cholesky_ex(psi).L
 
     @grad_cached_property
     def complement(self) -> Tensor:
@@ -245,8 +244,7 @@ class MatheronOutputs(GaussianOutputs):
         """Draw the inducing weights times ``hidden``, with one draw for all positions of an example."""
         event_dim, channel = len(self.event_shape), self._map.channel_dim
         if event_dim == 1:
-            drawn: Tensor = self._inducing.image_under(DenseMap(False), hidden).rsample()
-            return drawn
+            return self._inducing.image_under(DenseMap(False), hidden).rsample()
         draws = self._inducing.rsample(hidden.shape[: hidden.dim() - event_dim])
         if channel == -1:
             return (hidden.flatten(-event_dim, -2) @ draws.mT).reshape(*hidden.shape[:-1], -1)
