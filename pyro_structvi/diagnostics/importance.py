@@ -13,7 +13,7 @@ from pyro_structvi._checks import Program, Rule, check_no_nan, checked
 from pyro_structvi._pyro import ONE_THREAD, unwrapped
 from pyro_structvi.posterior.inference_data import import_arviz, pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
-from pyro_structvi.posterior.runs import evaluation_mode, sample_nodes
+from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.site_posterior import in_one_pass
 from pyro_structvi.sites.structured import StructuredGuide, check_one_posterior
@@ -21,7 +21,7 @@ from pyro_structvi.structures.dropout import BernoulliDropout
 from pyro_structvi.structures.mean_field import PrunedNormal
 from pyro_structvi.structures.points import Members, PointMixture
 from pyro_structvi.weights.site_distributions import PointMass
-from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.site_role import SiteRole, sample_nodes
 
 # A fifth of the weights is the tail that a Pareto distribution is fitted to.
 Draws = Annotated[int, Rule("at least 100, for a tail of weights", lambda value: value >= 100)]

@@ -28,10 +28,9 @@ from pyro_structvi.moments.net import check_served, output_moments
 from pyro_structvi.moments.random_tensor import Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import read_declared
-from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_distributions import Auxiliary, JoinedPrior, PointMass
-from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.site_role import SiteRole, sample_nodes
 from pyro_structvi.weights.torch_distributions import base_of, in_single, may_depend
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 

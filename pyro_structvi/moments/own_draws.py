@@ -29,13 +29,7 @@ class OwnDraws(TorchFunctionMode):
         super().__init__()
         self.settings = settings
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _DRAWING or not _DRAWING[func](*args, **kwargs):
             return func(*args, **kwargs)

@@ -19,11 +19,11 @@ from pyro_structvi.posterior.runs import (
     evaluation_mode,
     find_observation,
     run_at_draw,
-    sample_nodes,
 )
 from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_distributions import PointMass
+from pyro_structvi.weights.site_role import sample_nodes
 
 
 @checked

@@ -23,7 +23,6 @@ from pyro_structvi.posterior.runs import (
     find_observation,
     is_unused,
     run_at_draw,
-    sample_nodes,
     sites_from_model,
     warn_of_averaged_statistics,
     warn_of_shared_statistics,
@@ -35,7 +34,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
 from pyro_structvi.structures.points import SameMember, are_points
 from pyro_structvi.weights.lazy import as_drawn
-from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.site_role import SiteRole, sample_nodes
 
 Posterior = Program | Mapping[str, Tensor]
 Values = dict[str, Tensor]

@@ -38,7 +38,7 @@ from pyro_structvi.sites.finding import (
     separate_randomness,
 )
 from pyro_structvi.sites.report import trial_pass
-from pyro_structvi.weights.site_role import SiteRole, SiteUse
+from pyro_structvi.weights.site_role import SiteRole, SiteUse, sample_nodes
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 _OF_EACH_EXAMPLE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # averaged
@@ -133,12 +133,6 @@ def is_unused(trace: Any, node: Any) -> bool:
     returned, _ = take_apart(trace.nodes["_RETURN"]["value"])
     is_counted = isinstance(value, CountedWeight)
     return is_counted and value.use.count == 0 and not any(each is value for each in returned)
-
-
-def sample_nodes(trace: Any) -> dict[str, Any]:
-    """Return the nodes of sample sites in a trace by name, without subsamples of plates."""
-    nodes = ((name, node) for name, node in trace.nodes.items() if node["type"] == "sample")
-    return {name: node for name, node in nodes if not site_is_subsample(node)}
 
 
 def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:

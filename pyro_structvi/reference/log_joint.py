@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._torch import kernels_for_vmap, take_apart
-from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.site_posterior import in_one_pass
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.site_role import sample_nodes
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 MOST_FUNCTIONS = 500  # values whose convergence is judged

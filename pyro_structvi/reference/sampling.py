@@ -25,11 +25,11 @@ from pyro_structvi._checks import (
     warn_user,
 )
 from pyro_structvi.posterior.prediction import Level
-from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.reference.draws import ChainDraws, NumDraws, convergence_of, warn_unless_mixed
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 from pyro_structvi.sites.finding import find_sites_by_running, separate_randomness
+from pyro_structvi.weights.site_role import sample_nodes
 
 _ROWS_AT_A_TIME = 1024
 # Statistics of NumPyro, and their names in ArviZ.

@@ -19,12 +19,12 @@ from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.training import fit
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior.files import load, save
-from pyro_structvi.posterior.runs import sample_nodes
 from pyro_structvi.sites.sampled_net import has_members
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.contracts import Contract, fixed_seed, is_defined
 from pyro_structvi.testing.weights import MANY, linear
 from pyro_structvi.weights.site_distributions import normal_quantiles
+from pyro_structvi.weights.site_role import sample_nodes
 
 PASSES = 200
 PARTICLES = 4

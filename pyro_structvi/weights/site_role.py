@@ -1,10 +1,11 @@
-"""The uses of a sample site, and its role in the objective."""
+"""Sample sites: their uses, their roles in the objective, and their nodes in a trace."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from pyro.distributions import Delta
+from pyro.poutine.util import site_is_subsample
 
 CHECKPOINT = "an activation checkpoint"
 LocalReparam = bool | Literal["exact", "flipout"]
@@ -121,3 +122,9 @@ def _is_data(site: Mapping[str, Any]) -> bool:
     while hasattr(distribution, "base_dist"):
         distribution = distribution.base_dist
     return not isinstance(distribution, Delta)
+
+
+def sample_nodes(trace: Any) -> dict[str, Any]:
+    """Return the nodes of sample sites in a trace by name, without subsamples of plates."""
+    nodes = ((name, node) for name, node in trace.nodes.items() if node["type"] == "sample")
+    return {name: node for name, node in nodes if not site_is_subsample(node)}
