@@ -106,7 +106,7 @@ def total_variation(probabilities: Tensor, reference: Tensor) -> float:
 
     .. math:: \frac{1}{N} \sum_n \frac12 \sum_c |p_n(c) - q_n(c)|
 
-    Arguments and errors are those of :func:`agreement`.
+    Arguments and errors as for :func:`agreement`.
 
     Example:
         >>> total_variation(torch.tensor([[0.75, 0.25]]), torch.tensor([[0.5, 0.5]]))

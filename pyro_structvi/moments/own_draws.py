@@ -1,4 +1,4 @@
-"""Functions that draw numbers of their own, such as dropout, of inputs that are known."""
+"""Dropout and other random functions of known inputs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -138,7 +138,7 @@ def trial_pass(
 def _report_site(
     name: str, guide: Any, drawn: Any, of_model: Any
 ) -> tuple[ParameterReport, Moments | None]:
-    """Report on a site of one member, without its scale; return mean and variance beside it."""
+    """Return the row of a site of one member without its scale, and the mean and variance."""
     posterior, value = guide[name], drawn.nodes[name]["value"]
     site = posterior.site
     q = drawn.nodes[name if site.bias is None else joint_name(site)]["fn"]

@@ -244,8 +244,8 @@ def _warn_of_repeated(value: float, inputs: Array, targets: Array) -> None:
 class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
     """Bayesian classification by a multi-layer perceptron.
 
-    It has the further arguments and attributes of :class:`BayesianMLPRegressor`, but for those of
-    noise and ``y_scaler_``.
+    It has the other arguments and attributes of :class:`BayesianMLPRegressor`, except ``noise_df``,
+    ``noise_floor``, ``noise_floor_`` and ``y_scaler_``.
 
     Args:
         class_weight: Weights of the classes' log likelihoods, a dictionary, or "balanced" for weights
@@ -272,7 +272,7 @@ class BayesianMLPClassifier(ClassifierMixin, BayesianMLP):
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Fit the posterior to inputs ``(N, features)`` and classes ``(N,)``.
 
-        The weights are those of :meth:`BayesianMLPRegressor.fit`.
+        ``sample_weight`` as for :meth:`BayesianMLPRegressor.fit`.
 
         Raises:
             ValueError: If an argument is out of range, ``X`` holds NaN, or there is a single class.

@@ -214,7 +214,7 @@ class MixtureGuide(StructuredGuide):
     def report(self, *args: Any, **kwargs: Any) -> GuideReport:
         """Report on the mixture as :meth:`StructuredGuide.report` on one member.
 
-        What is sampled is that of the first member, and the parameters are those of all members.
+        ``drawn`` and ``why`` describe the first member, and ``parameters`` counts all members.
         """
         return report_on(self, self.members, weights_of(self).tolist(), args, kwargs)
 
