@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pyro_structvi._checks import check_finite, check_real, check_shape, checked
-from pyro_structvi.posterior.prediction import Level, Prediction
+from pyro_structvi.posterior.prediction import Level, Prediction, observed_targets
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ def expected_coverage(
     Args:
         prediction: A prediction at N inputs.
         y: Observations at these inputs, ``(N, *event)``. Several targets of an example all count; the
-            standard error is then an upper bound.
+            standard error is then an upper bound. Elements that the model masks do not count, if the
+            prediction has ``observed``, by ``predict(..., y=y)``.
         levels: Levels of the intervals, each above 0 and below 1.
 
     Raises:
@@ -66,7 +67,8 @@ def expected_coverage(
     for level in levels:
         lower, upper = prediction.interval(level)
         check_shape("y", y, lower.shape, "(N, *event)", by="prediction")
-        held = (lower <= y) & (y <= upper)
-        error = math.sqrt(level * (1 - level) / len(y))
+        seen = observed_targets(prediction, y)
+        held = ((lower <= y) & (y <= upper))[seen]
+        error = math.sqrt(level * (1 - level) / int(seen.reshape(len(y), -1).any(1).sum()))
         found[float(level)] = Coverage(float(held.double().mean()), error)
     return found

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyro_structvi._checks import check_finite, check_same_kind, check_shape, checked
 from pyro_structvi.metrics.inputs import check_not_empty, checked_classes, checked_probabilities
-from pyro_structvi.posterior.prediction import Level, Prediction
+from pyro_structvi.posterior.prediction import Level, Prediction, observed_targets
 
 
 @checked
@@ -37,7 +37,8 @@ def conformal_interval(
         one, as for too wide predictions.
 
     Raises:
-        ValueError: If there is no calibration, shapes differ, or the level is not between 0 and 1.
+        ValueError: If there is no calibration, shapes differ, the model masks targets of the
+            calibration, or the level is not between 0 and 1.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -57,6 +58,11 @@ def conformal_interval(
     check_shape("y", y, lower.shape, "that of the predictions", by="calibration.mean")
     check_same_kind("y", y, "calibration.mean", lower)
     check_finite("y", y)
+    if not bool(observed_targets(calibration, y).all()):
+        raise ValueError(
+            "`calibration` must have observed targets alone, but the model masks some. Predict at those "
+            "inputs where it masks none."
+        )
     shift = _quantile(torch.maximum(lower - y, y - upper), level)
     low, high = prediction.interval(level)
     check_shape(

@@ -16,7 +16,12 @@ from pyro_structvi.metrics.inputs import (
     checked_probabilities,
     same_shape_doubles,
 )
-from pyro_structvi.posterior.prediction import Level, Prediction, observed_densities
+from pyro_structvi.posterior.prediction import (
+    Level,
+    Prediction,
+    observed_densities,
+    observed_targets,
+)
 
 OBSERVATIONS = 100  # for the CRPS, at least, and two of each draw
 
@@ -77,13 +82,7 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Level = 0.95) ->
     if not bool((prediction.log_density < torch.inf).all()):  # NaN too
         raise ValueError("`prediction.log_density` must be finite or minus infinity, but is not.")
     mean, y = same_shape_doubles(**{"prediction.mean": prediction.mean, "y": y})
-    seen = torch.ones_like(y, dtype=torch.bool)
-    seen = seen if prediction.observed is None else seen & prediction.observed
-    if not bool(seen.any()):
-        raise ValueError(
-            "`prediction` must have an observed target, but the model masks all of them. Predict where "
-            "it does not."
-        )
+    seen = observed_targets(prediction, y)
     lower, upper = (end.double() for end in prediction.interval(level))
     squared_error = _library("torchmetrics.functional").mean_squared_error
     return RegressionScores(

@@ -164,6 +164,19 @@ def observed_densities(prediction: Prediction) -> Tensor:
     return density if observed is None else density[observed.reshape(*density.shape, -1).any(-1)]
 
 
+def observed_targets(prediction: Prediction, y: Tensor) -> Tensor:
+    """Return which elements of targets the model does not mask, in their shape; an error if none."""
+    seen = torch.ones_like(y, dtype=torch.bool)
+    if prediction.observed is not None:
+        seen &= prediction.observed
+    if not bool(seen.any()):
+        raise ValueError(
+            "`prediction` must have an observed target, but the model masks all of them. Predict where "
+            "it does not."
+        )
+    return seen
+
+
 @checked
 def predict(
     model: Program,

@@ -117,6 +117,11 @@ def test_masked_targets_do_not_count():
     names = "rmse", "log_density", "coverage", "width"
     of_found, of_known = ([getattr(each, name) for name in names] for each in (found, known))
     assert of_found == pytest.approx(of_known, rel=1e-12)
+    own = replace(prediction, observed=seen)
+    coverage = expected_coverage(own, y, [0.9])[0.9]
+    assert coverage == expected_coverage(normal_prediction(mean[seen], 1.0), y[seen], [0.9])[0.9]
+    with pytest.raises(ValueError, match="`calibration` must have observed targets alone"):
+        conformal_interval(own, own, y)
     expected = crps_of_a_normal(mean, 1.0, y)[seen].mean().item()
     assert found.crps == pytest.approx(expected, abs=6 / (100 * 300) ** 0.5)
     pairs = normal_prediction(mean.reshape(200, 2), 1.0, y.reshape(200, 2))
