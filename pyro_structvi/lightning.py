@@ -36,6 +36,7 @@ from pyro_structvi.infer.training import (
 )
 from pyro_structvi.infer.validation import NUM_DRAWS, same_randomness
 from pyro_structvi.posterior import predict
+from pyro_structvi.posterior.prediction import observed_densities
 
 __all__ = ["StructuredModule"]
 
@@ -62,12 +63,11 @@ class StructuredModule(LightningModule):
 
     A mini-batch is a tuple of the model's arguments, the observations last, or a dict of its keyword
     arguments. Training logs ``elbo``, ``log_likelihood``, ``kl`` (in nats) and ``kl_weight``; validation
-    logs ``val_log_density``, the mean log predictive density of an example, by the same noise each time
-    and without a change of the training, and Lightning adds ``/dataloader_idx_0`` and so on for several
-    loaders. A prediction, for each batch of inputs or of
-    ``(*inputs, y)``, is a dict of the tensors that a
-    :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and ``functions``, at
-    the same draws for all batches.
+    logs ``val_log_density``, the mean log predictive density of an observed example, by the same noise
+    each time and without a change of the training, and Lightning adds ``/dataloader_idx_0`` and so on
+    for several loaders. A prediction, for each batch of inputs or of ``(*inputs, y)``, is a dict of the
+    tensors that a :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and
+    ``functions``, at the same draws for all batches.
 
     On several devices each process has its share of the data, and separate noise. It scales its
     likelihood by ``num_data`` over its own batch, so the mean of the processes' gradients is unbiased. A
@@ -278,9 +278,10 @@ class StructuredModule(LightningModule):
             prediction = predict(
                 self.model, self.guide, *inputs, num_samples=number, y=y, stream=True
             )
-        assert prediction.log_density is not None
-        mean = prediction.log_density.mean()
-        self.log("val_log_density", mean, batch_size=len(y), sync_dist=True, prog_bar=True)
+        densities = observed_densities(prediction)
+        # A batch that the model masks as a whole has no weight in the mean over batches.
+        mean, size = densities.sum() / max(1, len(densities)), len(densities)
+        self.log("val_log_density", mean, batch_size=size, sync_dist=True, prog_bar=True)
 
     def predict_step(
         self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0

@@ -241,6 +241,25 @@ def test_an_ensemble_is_measured_and_predicts_by_each_of_its_members():
     torch.testing.assert_close(prediction["functions"], expected.functions)
 
 
+def test_masked_examples_are_not_measured():
+    """Nor a mini-batch of them alone."""
+    x, y = loader().dataset.tensors
+    x, y = x[x[:, 0].argsort()], y[:, 0]
+    least = x[10, 0]
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1]), 1.0).to_event(1))
+        with pyro.plate("data", len(x)), pyro.poutine.mask(mask=x[:, 0] > least):
+            return pyro.sample("obs", dist.Normal(x @ w, 1.0), obs=y)
+
+    guide = ps.MAPGuide(model)
+    guide.initialize(x, y)
+    data = DataLoader(TensorDataset(x, y), batch_size=8)
+    (found,) = Trainer(**QUIET).validate(StructuredModule(model, guide), data, verbose=False)
+    expected = dist.Normal(x @ guide.median()["w"], 1.0).log_prob(y)[11:].mean()
+    assert found["val_log_density"] == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_predictions_of_mini_batches_have_the_same_functions():
     module, trainer = make(num_samples=3), Trainer(**QUIET)
     whole, parts = (
