@@ -132,6 +132,18 @@ def test_outputs_of_other_orders_have_their_moments(call, structure):
     assert_close(found.covariance.diagonal(), covariance_of_outputs(reference, x, q).diagonal())
 
 
+def test_an_expert_of_a_transposed_stack_draws_the_outputs_of_each_row():
+    x, q = torch.randn(ROWS, IN), mean_field(STACK, IN, OUT)
+
+    def function(x, w):
+        return F.linear(x, w.mT[1])
+
+    found = unit_draws(lambda: function(x, lazy(q)))
+    assert_close(found.mean, function(x, q.mean))
+    same_row = torch.block_diag(*torch.ones(ROWS, OUT, OUT))
+    assert_close(found.covariance, covariance_of_outputs(function, x, q) * same_row)
+
+
 @pytest.mark.parametrize(
     ("dim", "structure"),
     [*((dim, "k-tied") for dim in TRANSPOSED_CONVOLUTIONS), (2, "mean field"), (2, "low rank")],
