@@ -24,16 +24,18 @@ from pyro_structvi._checks import (
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.matrices import at_least_single, log_gamma_ratio, shrink
 from pyro_structvi.nn.likelihood import Likelihood, Output, Terms
-from pyro_structvi.nn.priors import check_constant, resolve_prior, sample_from
+from pyro_structvi.nn.priors import (
+    PositiveDistribution,
+    check_constant,
+    resolve_prior,
+    sample_from,
+)
 from pyro_structvi.nn.random_module import prior_of
 
-NoiseScale = float | Tensor | torch.distributions.Distribution
+NoiseScale = float | Tensor | PositiveDistribution
 DegreesOfFreedom = Annotated[
     float,
-    Rule(
-        "above 1, so that the noise has a mean, and finite, or None for normal noise",
-        lambda value: 1 < value < math.inf,
-    ),
+    Rule("a finite number above 1", lambda value: 1 < value < math.inf),  # which has a mean
 ]
 
 SMALLEST_FLOOR = 1e-6  # heteroscedastic noise must not round to zero
@@ -69,6 +71,7 @@ class Regressor(Likelihood):
             predictions are in the targets' own units.
 
     Raises:
+        TypeError: If a prior is not over positive numbers.
         ValueError: If ``noise_scale`` is not positive, ``df`` is not above 1, or not exactly one of
             ``noise_scale`` and ``noise`` is given, or ``noise_floor`` is given for other noise.
 
@@ -102,7 +105,7 @@ class Regressor(Likelihood):
         output: Output | None = None,
         *,
         noise: NoiseScale | Literal["learned", "heteroscedastic"] | None = None,
-        df: DegreesOfFreedom | torch.distributions.Distribution | Literal["learned"] | None = None,
+        df: DegreesOfFreedom | PositiveDistribution | Literal["learned"] | None = None,
         noise_floor: Positive = SMALLEST_FLOOR,
         standardize: tuple[Tensor, Tensor] | None = None,
     ) -> None:

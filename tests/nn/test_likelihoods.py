@@ -236,8 +236,11 @@ def test_data_that_do_not_fit(kind, options, x, y, message):
         poutine.block(model)(torch.zeros(x), y)
     with pytest.raises(ValueError, match=r"2 \* size\), under heteroscedastic.*got \(6, 3\)"):
         ps.Regressor(nn.Linear(3, 3), 6, **HETERO)(torch.zeros(6, 3))
-    with pytest.raises(ValueError, match="`df` must be above 1"):
+    with pytest.raises(ValueError, match="`df` must be a finite number above 1"):
         ps.Regressor(nn.Linear(3, 2), 6, 0.1, df=1.0)
+    for options in ({"noise": dist.Normal(1.0, 0.1)}, {"noise": 0.1, "df": dist.Normal(5.0, 1.0)}):
+        with pytest.raises(TypeError, match="a distribution over positive numbers"):
+            ps.Regressor(nn.Linear(3, 2), 6, **options)
     with pytest.raises(ValueError, match="`noise_scale` must be given"):
         ps.Regressor(nn.Linear(3, 2), 6, 0.1, noise=0.1)
     with pytest.raises(ValueError, match=r"`noise_floor` is of .*, but got 0.2 for `noise_scale`"):
