@@ -31,7 +31,12 @@ from pyro_structvi.nn.random_module import read_declared
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_distributions import Auxiliary, JoinedPrior, PointMass
 from pyro_structvi.weights.site_role import SiteRole, sample_nodes
-from pyro_structvi.weights.torch_distributions import base_of, in_single, may_depend
+from pyro_structvi.weights.torch_distributions import (
+    base_of,
+    element_support,
+    in_single,
+    may_depend,
+)
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 
@@ -138,11 +143,9 @@ def _checked(likelihood: Any, value: Tensor) -> tuple[Tensor, Tensor | None]:
     if likelihood._validate_args is not LATER:
         return value, None
     try:
-        support = likelihood.support
+        support = element_support(likelihood.support)
     except NotImplementedError:  # of which Python warns
         return value, None
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
     if support is constraints.real:  # only NaN is not in it
         return value, None
     is_inside = support.check(value)

@@ -214,7 +214,7 @@ class Layout:
     groups: int = 1
 
 
-def layout_of(module: nn.Module, attribute: str, shape: torch.Size) -> Layout:
+def layout_of(module: nn.Module, shape: torch.Size) -> Layout:
     """Return the layout of a parameter.
 
     A transposed convolution has the weight ``(in, out / groups, *kernel)``; a stride reduces the taps
@@ -257,8 +257,8 @@ def find_layouts(net: nn.Module) -> dict[int, Layout]:
     found: dict[int, Layout] = {}
     computed = parametrized(net.modules())
     for module in net.modules():
-        for attribute, parameter in _own_parameters(module):
-            own = layout_of(computed.get(id(module), module), attribute, parameter.shape)
+        for _, parameter in _own_parameters(module):
+            own = layout_of(computed.get(id(module), module), parameter.shape)
             known = found.get(id(parameter), own)
             is_larger = (own.fan_in or 0) > (known.fan_in or 0)
             found[id(parameter)] = own if is_larger else known

@@ -158,7 +158,7 @@ def _kinds(module: nn.Module, attribute: str, shape: torch.Size) -> list[str]:
     """Return the kind of each dimension of a weight or bias; empty if unknown."""
     if len(shape) == 1 and ("weight" in attribute or "bias" in attribute):
         return ["out"]
-    layout = layout_of(module, attribute, shape)
+    layout = layout_of(module, shape)
     if layout.input_dim is None or "weight" not in attribute:
         return []
     further = "in" if isinstance(module, nn.Bilinear) else "kernel"

@@ -100,7 +100,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
                 )
             initial = module.__dict__.get("initial_values", {}).get(attribute)
             shape = torch.Size(prior.shape())
-            layout = layout_of(computed.get(id(module), module), attribute, shape)
+            layout = layout_of(computed.get(id(module), module), shape)
             site = _describe(name, shape, prior, **vars(layout))
             found[name] = FoundSite(site, prior, initial, SiteUse(name), is_declared=True)
     return found

@@ -9,6 +9,8 @@ from pyro.distributions.transforms import ExpTransform
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
+from pyro_structvi.weights.torch_distributions import element_support
+
 WIDE = 50  # a fan-in above which steps of weights are shorter, also by depth
 
 
@@ -128,10 +130,7 @@ class LatentSite:
     @property
     def is_real(self) -> bool:
         """Whether every real value is allowed."""
-        support = self.support
-        while isinstance(support, constraints.independent):
-            support = support.base_constraint
-        return isinstance(support, type(constraints.real))
+        return isinstance(element_support(self.support), type(constraints.real))
 
 
 def bijection_onto(support: Any) -> Any:
@@ -139,8 +138,7 @@ def bijection_onto(support: Any) -> Any:
 
     It is ``exp`` for positive numbers, as in a log-normal.
     """
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+    support = element_support(support)
     positive = isinstance(support, type(constraints.positive)) and support.lower_bound == 0
     return ExpTransform() if positive else biject_to(support)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, StudentT, Transform, biject_to
-from torch.distributions.constraints import Constraint
+from torch.distributions.constraints import Constraint, independent
 from torch.distributions.transforms import ExpTransform
 from torch.distributions.utils import lazy_property
 
@@ -175,6 +175,13 @@ def is_positive(distribution: Any) -> bool:
     support = base_of(distribution).support
     lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
     return not support.is_discrete and bool((lower >= 0).all())
+
+
+def element_support(support: Any) -> Any:
+    """Return the constraint of single elements where they are independent, else the support."""
+    while isinstance(support, independent):
+        support = support.base_constraint
+    return support
 
 
 def median(prior: Distribution) -> Tensor:
