@@ -32,6 +32,7 @@ def test_a_class_without_outputs_draws_its_weights():
     """As the moments of its layers use the dense covariance, and only ``image`` is an error."""
 
     class Drawn(RowwiseNormal):
+        variance = GaussianWeight.variance
         output_variance, image_under = (
             GaussianWeight.output_variance,
             WeightDistribution.image_under,

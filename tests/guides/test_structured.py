@@ -189,6 +189,11 @@ def test_sites_of_functions_come_in_the_order_of_execution_whatever_their_names(
     assert len(list(guide.parameters())) == 2 * len(names)
     with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
         guide["net.9.weight"]
+    mixture = ps.MixtureGuide(model, ps.MeanFieldGuide, 2)
+    mixture.initialize()
+    for each in (guide, mixture):
+        assert all(name in each for name in names)
+        assert "net.9.weight" not in each
 
 
 # ---- the random state and the memory of a start --------------------------------------------------
