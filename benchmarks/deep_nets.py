@@ -139,12 +139,14 @@ def by_guide(
     return method
 
 
-def from_adamw(make_guide: Callable[..., ps.StructuredGuide]) -> Callable[..., Probabilities]:
+def from_adamw(
+    make_guide: Callable[..., ps.StructuredGuide], lr: float = 1e-3
+) -> Callable[..., Probabilities]:
     """Return the method of a guide of a net that AdamW trained for half of the epochs."""
 
     def method(net: nn.Module, batches: Batches, options: Any) -> Probabilities:
         half = argparse.Namespace(**vars(options) | {"epochs": -(-options.epochs // 2)})
-        by_adamw(net, batches, half)
+        by_adamw(net, batches, half, lr)
         return by_guide(make_guide, lr=0.03)(net, batches, half)
 
     return method
@@ -195,6 +197,7 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
     "mean field": by_guide(mean_field),
     "k-tied 2": by_guide(partial(ps.KTiedGuide, local_reparam="exact")),
     "k-tied 2 from AdamW": from_adamw(partial(ps.KTiedGuide, local_reparam="exact")),
+    "mean field from AdamW, rate 0.002": from_adamw(mean_field, lr=2e-3),
     "matrix normal": by_guide(partial(ps.MatrixNormalGuide, local_reparam="exact")),
     "low rank 2": by_guide(partial(ps.LowRankGuide, rank=2, local_reparam="exact")),
     "eigenbasis": by_guide(partial(ps.EigenbasisGuide, local_reparam="exact")),
