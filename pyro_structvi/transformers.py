@@ -155,7 +155,7 @@ class StructuredTrainer(Trainer):
             )
         self._kl_weight, self._is_checked = kl_weight, False
         super().__init__(_Bound(model, guide, num_samples), args, **options)
-        if not args.fp16:  # whose scaler leaves out such steps
+        if self.accelerator.scaler is None:  # one leaves out such steps
             self.add_callback(_FiniteGradients)
 
     def create_optimizer(self, model: Any = None) -> Any:

@@ -314,6 +314,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         hf.StructuredTrainer(padded, ps.MeanFieldGuide(padded), arguments(tmp_path))
     with pytest.raises(FloatingPointError, match="bound of a mini-batch is not finite"):
         train(model, guide, tmp_path)
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_gradient_that_is_not_finite_stops_before_the_step(fp16, tmp_path):
+    """Also in half precision on a CPU, where no scaler leaves such steps out."""
     model, guide = make()
     model.num_data = SIZE
     guide.initialize(inputs(), texts())
@@ -321,7 +326,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     first.register_hook(lambda gradient: gradient * torch.nan)
     known = [value.clone() for value in guide.parameters()]
     with pytest.raises(FloatingPointError, match="Gradients of a step are not finite"):
-        train(model, guide, tmp_path)
+        train(model, guide, tmp_path, fp16=fp16)
     assert all(torch.equal(*pair) for pair in zip(guide.parameters(), known, strict=True))
 
 
