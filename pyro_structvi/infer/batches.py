@@ -13,6 +13,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -140,9 +141,10 @@ def keeps_order(batches: Any, number: float) -> bool:
 def num_examples(batches: Any, limit: float = math.inf) -> int | None:
     """Return how many examples the passes visit, or None where that is not known.
 
-    A sampler that draws examples at random may take other numbers of them in a pass. A data set of whole
-    mini-batches, and a user's sampler of these, tell no number of examples. A pass ends after ``limit``
-    mini-batches.
+    A sampler that draws examples at random may take other numbers of them in a pass. A user's sampler
+    tells its length, or that of the data set where this is less, since it may repeat examples. A data
+    set of whole mini-batches, and a user's sampler of these, tell no number of examples. A pass ends
+    after ``limit`` mini-batches.
     """
     if isinstance(batches, TensorBatches):
         return len(batches.sampler)
@@ -150,15 +152,20 @@ def num_examples(batches: Any, limit: float = math.inf) -> int | None:
         return None
     whole: Any = batches.batch_sampler
     sampler = getattr(whole, "sampler", None)
+    order = range(len(sampler)) if type(sampler) is SequentialSampler else sampler
+    if isinstance(order, (range, list, tuple)):
+        if type(whole) is BatchSampler or getattr(whole, "drop_last", False):
+            # No pass visits the examples after its last mini-batch.
+            order = order[: int(whole.batch_size * min(len(whole), limit))]
+        return len(order if isinstance(order, range) else {*map(str, order)})  # also of tensors
     if isinstance(sampler, WeightedRandomSampler):
         return int((sampler.weights > 0).sum())
-    is_of_all = isinstance(sampler, DistributedSampler)
-    is_in_order = type(whole) is BatchSampler or getattr(whole, "drop_last", False)
-    if isinstance(sampler, SequentialSampler) and is_in_order:
-        # No pass visits the examples after its last mini-batch.
-        return min(len(sampler), int(whole.batch_size * min(len(whole), limit)))
-    chosen = batches.dataset if is_of_all else getattr(sampler, "data_source", sampler)
-    return len(chosen) if isinstance(chosen, Sized) else None
+    if isinstance(sampler, DistributedSampler):
+        sampler = batches.dataset
+    elif type(sampler) is RandomSampler:
+        sampler = sampler.data_source
+    sizes = [len(each) for each in (sampler, batches.dataset) if isinstance(each, Sized)]
+    return min(sizes) if isinstance(sampler, Sized) else None
 
 
 def arguments_of(batch: Any, device: torch.device | None) -> Arguments:

@@ -9,6 +9,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -62,9 +63,28 @@ def test_a_feed_goes_on_from_every_place(kind):
     assert batch[0] is x, "one batch, left as it is"
 
 
+class Given(Sampler):
+    """Takes the examples of an order, and may have an attribute as torch's samplers."""
+
+    def __init__(self, order, **attributes):
+        self.order = order
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        return iter(self.order)
+
+
 @pytest.mark.parametrize(
     ("make_sampler", "expected"),
     [
+        (lambda data: Given([*range(20)] * 3), 20),
+        (lambda data: Given([*range(9)], data_source=data), 9),
+        (lambda data: [0, 0, 1, 1, 2, 2], 3),
+        (lambda data: (*torch.arange(7).repeat(2),), 7),
+        (lambda data: range(7), 7),
         (lambda data: WeightedRandomSampler(torch.ones(20), 60), 20),
         (lambda data: WeightedRandomSampler(torch.arange(20), 5), 19),
         (lambda data: RandomSampler(data, num_samples=5), 20),
@@ -95,6 +115,8 @@ class OwnBatchSampler(BatchSampler):
         (lambda data: BatchSampler(SequentialSampler(data), 6, True), 18),
         (lambda data: OwnBatchSampler(SequentialSampler(data), 6, True), 18),
         (lambda data: BatchSampler(SequentialSampler(data), 6, False), 20),
+        (lambda data: BatchSampler([0, 0, 1, 1, 2, 2, 3], 3, True), 3),
+        (lambda data: OwnBatchSampler(Given([*range(20)] * 3), 5, False), 20),
         (lambda data: BatchSampler(RandomSampler(data), 6, True), 20),
         (lambda data: [[0, 1, 2], [3, 4, 5]], None),
     ],
