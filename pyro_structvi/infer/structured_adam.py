@@ -14,7 +14,7 @@ from torch.optim.adam import adam
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, brief, checked
 from pyro_structvi._pyro import unwrapped
 from pyro_structvi._torch import is_dense
-from pyro_structvi.linalg.matrices import at_least_single, is_half
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.conversion import find_layouts
 from pyro_structvi.sites.latent_site import WIDE
 from pyro_structvi.sites.site_posterior import SitePosterior
@@ -138,6 +138,23 @@ class StructuredAdam(torch.optim.Optimizer):
         """Return the state of a copy, of which torch knows its own part."""
         return super().__getstate__() | {name: vars(self)[name] for name in OWN}
 
+    @checked
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state, whose values keep their precision.
+
+        Args:
+            state_dict: The state, a result of ``state_dict()``.
+        """
+        super().load_state_dict(state_dict)
+        numbers, parameters = (
+            [each for group in groups for each in group["params"]]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if "norm" in (saved := state_dict["state"].get(number, {})):
+                # Torch gives it the dtype of its parameter, and the square may be infinite in half.
+                self.state[parameter]["norm"] = saved["norm"].to(parameter.device)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, each with the steps of its unit.
 
@@ -229,8 +246,7 @@ class StructuredAdam(torch.optim.Optimizer):
         if clip is None or not gradients:
             return scale
         norm = at_least_single(get_total_norm(gradients)).to(parameters[0].device)
-        # A loaded state has the dtype of its parameter, and the square may be infinite in half.
-        state = self.state[next((each for each in parameters if not is_half(each)), parameters[0])]
+        state = self.state[parameters[0]]
         if "norm" not in state:  # running averages of its squares, and of ones to divide these by
             state["norm"] = torch.zeros_like(norm).repeat(2)
         before = state["norm"]

@@ -100,6 +100,7 @@ OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "PoissonRegressor.forward": lambda: examples(torch.ones(SIZE, 1)),
     "FanIn.standard_deviation": lambda: {"parameter": torch.randn(4, 3), "fan_in": None},
     "StructuredAdam.step": lambda: {"closure": lambda: None},
+    "StructuredAdam.load_state_dict": lambda: {"state_dict": make("StructuredAdam").state_dict()},
     "CompiledSVI.step": lambda: {"x": inputs(), "y": targets()},
     "CompiledSVI.evaluate_loss": lambda: {"x": inputs(), "y": targets()},
     **{

@@ -131,6 +131,9 @@ EXCEPTIONS = {
             "*.load_state_dict.state_dict",
         ),
     },
+    "torch's own error of a state without groups": {
+        "number as key": ("StructuredAdam.load_state_dict.state_dict",),
+    },
     "a file that is not there has Python's own class of error": {"text": ("load.path",)},
     "torch.compile is asked at the first step": {"text": ("CompiledSVI.backend",)},
 }

@@ -27,9 +27,29 @@ def test_a_saved_state_goes_on_where_starts_have_other_sizes():
     assert all(map(torch.equal, weights, copies))
 
 
-def take_step(optimizer):
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float16, torch.float32)])
+def test_a_saved_state_keeps_the_usual_norm_of_gradients_in_half_precision(dtypes):
+    """Resumed steps and those of a copy are those of the uninterrupted run, to the last bit."""
+    guide = ps.MAPGuide(make_regressor())
+    weights = [nn.Parameter(torch.full((3, 2), 0.3, dtype=dtype)) for dtype in dtypes]
+    first = ps.StructuredAdam(weights, guide)
+    for _ in range(3):
+        take_step(first)
+    saved, copies = copy.deepcopy((first.state_dict(), weights))
+    second = ps.StructuredAdam(copies, guide)
+    second.load_state_dict(saved)
+    third, others = copy.deepcopy((first, weights))
+    for _ in range(3):
+        for each in (first, second, third):
+            take_step(each, 100.0)  # which is clipped by the norm
+    assert all(map(torch.equal, weights, copies))
+    assert all(map(torch.equal, weights, others))
+
+
+def take_step(optimizer, scale=1.0):
     for number, group in enumerate(optimizer.param_groups):
-        group["params"][0].grad = torch.arange(6.0).reshape(3, 2) + number
+        weight = group["params"][0]
+        weight.grad = scale * (torch.arange(6.0).reshape(3, 2) + number).to(weight)
     optimizer.step()
 
 
