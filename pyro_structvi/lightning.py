@@ -188,8 +188,10 @@ class StructuredModule(LightningModule):
         return max(1, int(total))
 
     def on_train_start(self) -> None:
-        """Give each process separate noise."""
+        """Give each process separate noise, and the model the number of examples."""
         self._restore = {}
+        # No epoch starts where a run goes on in the middle of one.
+        set_num_data(self.model, self.guide, self._num_examples)
         check_local_sites(self.guide, self.trainer.train_dataloader, self._num_batches)
         if self.trainer.world_size > 1:  # whose generators have one seed
             place = self.global_rank + self.trainer.world_size * (1 + self.global_step)
