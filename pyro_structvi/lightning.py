@@ -31,6 +31,7 @@ from pyro_structvi.infer.training import (
     Weight,
     check_local_sites,
     check_parts_of_fit,
+    is_annealed,
     make_optimizer,
     objective_of,
 )
@@ -152,9 +153,8 @@ class StructuredModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, for each of its steps, the schedule of its rate."""
-        elbo, kl_weight, optimizer, lr = self._given
+        *_, optimizer, lr = self._given
         total = self._num_steps()
-        self._elbo = objective_of(elbo, kl_weight, total)
         trained = [value for value in self.parameters() if value.requires_grad]
         made = make_optimizer(optimizer, self.guide, trained, lr, total)
         OneOptimizer(made)  # which refuses one of several losses in a step, as L-BFGS
@@ -188,8 +188,11 @@ class StructuredModule(LightningModule):
         return max(1, int(total))
 
     def on_train_start(self) -> None:
-        """Give each process separate noise, and the model the number of examples."""
+        """Give each process separate noise, the model the number of examples, and the KL its rise."""
         self._restore = {}
+        elbo, kl_weight, *_ = self._given
+        if is_annealed(elbo, kl_weight):  # not where the optimizer is made, which may be the user's
+            self._elbo = objective_of(elbo, kl_weight, self._num_steps())
         # No epoch starts where a run goes on in the middle of one.
         set_num_data(self.model, self.guide, self._num_examples)
         check_local_sites(self.guide, self.trainer.train_dataloader, self._num_batches)

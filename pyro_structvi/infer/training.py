@@ -173,11 +173,10 @@ def fit(
         made = make_optimizer(optimizer, guide, [*loss.trained.values()], lr, total)
         rate = lr if callable(lr) else CosineDecay(total)
         run = Run(loss, OneOptimizer(made), feed, measured, total, rate)
-        is_annealed = kl_weight == "annealed" and (elbo is None or elbo.kl_weight == 1)
         run.settings |= {
             "`batch_size`": batch_size,
             "`lr`": "a function" if callable(lr) else "a number or None",
-            "`kl_weight`": "annealed" if is_annealed else "a number or a function",
+            "`kl_weight`": "annealed" if is_annealed(elbo, kl_weight) else "a number or a function",
         }
         file.load(run)
         watches = measured is not None or not isinstance(loader, TensorBatches)
@@ -282,6 +281,11 @@ def check_local_sites(guide: nn.Module, batches: Any, number: float) -> None:
             "`batch_size` out, and do not shuffle), or let the data number the examples and give the "
             "guide `create_plates`."
         )
+
+
+def is_annealed(elbo: StructuredELBO | None, kl_weight: Any) -> bool:
+    """Whether the weight of the KL rises over the steps of the run."""
+    return kl_weight == "annealed" and (elbo is None or elbo.kl_weight == 1)
 
 
 def objective_of(elbo: StructuredELBO | None, kl_weight: Any, num_steps: int) -> StructuredELBO:
