@@ -29,6 +29,7 @@ from pyro_structvi.infer.training import (
     Rate,
     TrainedGuide,
     Weight,
+    check_in_modules,
     check_local_sites,
     check_parts_of_fit,
     is_annealed,
@@ -212,13 +213,8 @@ class StructuredModule(LightningModule):
         """
         args, kwargs = self._batch = arguments_of(batch, None)
         if not self._is_checked:
-            if stored := self._loss.stored_parameters(args, kwargs):
-                raise ValueError(
-                    f"`model` must have its parameters in modules, but reads {[*stored]} by "
-                    "`pyro.param`, which no optimizer of Lightning has. Make them `PyroParam` "
-                    "attributes of a `PyroModule`, or train by `fit`."
-                )
             parts, number = (self.model, self.guide), self._num_batches
+            check_in_modules(parts, args, kwargs)
             warn_of_first_batch(parts, args, kwargs, number, self._num_examples)
             self._is_checked = True
         if self.global_step not in self._restore:

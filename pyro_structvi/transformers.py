@@ -32,7 +32,7 @@ from pyro_structvi._pyro import unwrapped
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.data_warnings import set_num_data, warn_of_first_batch
 from pyro_structvi.infer.elbo import StructuredELBO
-from pyro_structvi.infer.training import Weight, make_optimizer, objective_of
+from pyro_structvi.infer.training import Weight, check_in_modules, make_optimizer, objective_of
 from pyro_structvi.infer.validation import same_randomness
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import frozen_keys
@@ -102,7 +102,8 @@ class StructuredTrainer(Trainer):
 
     Raises:
         ValueError: If one process has several GPUs, the ``ignore_index`` of the model is not -100, or an
-            argument is of another loss or optimizer, such as ``weight_decay``.
+            argument is of another loss or optimizer, such as ``weight_decay``. At the first step, if the
+            model reads a parameter by ``pyro.param``.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -180,6 +181,7 @@ class StructuredTrainer(Trainer):
             net_inputs = dict(inputs)
             labels = net_inputs.pop("labels", None)
             parts = bound.model, bound.guide
+            check_in_modules(parts, (net_inputs, labels), {})
             warn_of_first_batch(parts, (net_inputs, labels), {}, 1, bound.model.num_data)
             self._is_checked = True
         return super().compute_loss(model, inputs, *args, **kwargs)

@@ -227,7 +227,7 @@ def _train(step: Callable[..., StepTerms], run: Run, file: CheckpointFile, bar: 
         run.measured.restore_best()
 
 
-# ---- arguments, of `fit` and of `pyro_structvi.lightning` -------------------------------------------
+# ---- arguments, of `fit` and of trainers -----------------------------------------------------------
 
 
 def check_parts_of_fit(model: Any, guide: nn.Module, optimizer: Any, lr: Any) -> None:
@@ -280,6 +280,16 @@ def check_local_sites(guide: nn.Module, batches: Any, number: float) -> None:
             "a mini-batch holds. Make a new guide and fit all examples at once, in one order (leave "
             "`batch_size` out, and do not shuffle), or let the data number the examples and give the "
             "guide `create_plates`."
+        )
+
+
+def check_in_modules(parts: tuple[Any, Any], args: Any, kwargs: Any) -> None:
+    """Raise a ``ValueError`` if model or guide read parameters that only Pyro's store has."""
+    if stored := Loss(*parts, StructuredELBO()).stored_parameters(args, kwargs):
+        raise ValueError(
+            f"`model` must have its parameters in modules, but reads {[*stored]} by `pyro.param`, which "
+            "no optimizer of a Trainer has. Make them `PyroParam` attributes of a `PyroModule`, or "
+            "train by `fit`."
         )
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyro
 import pytest
 import torch
 
@@ -314,6 +315,18 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         hf.StructuredTrainer(padded, ps.MeanFieldGuide(padded), arguments(tmp_path))
     with pytest.raises(FloatingPointError, match="bound of a mini-batch is not finite"):
         train(model, guide, tmp_path)
+
+
+class Scaled(Given):
+    def forward(self, given):
+        return super().forward(given) * pyro.param("scale", torch.ones(()))
+
+
+def test_parameters_of_the_param_store_are_refused(tmp_path):
+    model = ps.Classifier(ps.bayesianize(Scaled(3, 2), prior=1.0))
+    data = [{"given": torch.ones(3), "labels": n % 2} for n in range(8)]
+    with pytest.raises(ValueError, match=r"reads \['scale'\] by `pyro.param`"):
+        train(model, ps.MeanFieldGuide(model), tmp_path, data)
 
 
 @pytest.mark.parametrize("fp16", [False, True])
