@@ -91,7 +91,8 @@ class StructuredTrainer(Trainer):
 
     Args:
         model: The model.
-        guide: The guide.
+        guide: The guide. Call ``guide.initialize(inputs, labels)`` where the model has to run before its
+            sites are known, and give a :class:`~pyro_structvi.GlobalInducingGuide` its points.
         args: The arguments of training. ``learning_rate``, usually 0.01 to 0.1, is the rate of
             :class:`~pyro_structvi.StructuredAdam`, unless ``optimizers`` are given.
         kl_weight: The weight w of the KL, as in :func:`~pyro_structvi.fit`: "annealed" rises to 1 over
@@ -102,8 +103,8 @@ class StructuredTrainer(Trainer):
 
     Raises:
         ValueError: If one process has several GPUs, the ``ignore_index`` of the model is not -100, or an
-            argument is of another loss or optimizer, such as ``weight_decay``. At the first step, if the
-            model reads a parameter by ``pyro.param``.
+            argument is of another loss or optimizer, such as ``weight_decay``. In training, if the guide
+            lacks parameters or the model reads one by ``pyro.param``.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -162,6 +163,14 @@ class StructuredTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the optimizer, and the schedule of the KL over the steps of the run."""
         bound, total = self.model, self.state.max_steps
+        try:
+            bound.guide.joint_posterior()
+        except RuntimeError as error:
+            raise ValueError(
+                "`guide` must have its parameters before the Trainer makes the optimizer, but is not "
+                "initialized. Call `guide.initialize(inputs, labels)` with a mini-batch, or write "
+                "`GlobalInducingGuide(model, points)` with some inputs of the net."
+            ) from error
         size = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
         set_num_data(bound.model, bound.guide, size)
         bound.elbo = objective_of(None, self._kl_weight, total)

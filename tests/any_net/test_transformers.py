@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -315,6 +316,32 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         hf.StructuredTrainer(padded, ps.MeanFieldGuide(padded), arguments(tmp_path))
     with pytest.raises(FloatingPointError, match="bound of a mini-batch is not finite"):
         train(model, guide, tmp_path)
+
+
+class Inside(torch.nn.Module):
+    """Has a site that only a run finds."""
+
+    def forward(self, given):
+        return given @ pyro.sample("weight", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+
+
+def test_a_guide_must_have_its_parameters(tmp_path):
+    """As it has with inducing points, or where it is initialized."""
+    data = [{"given": torch.randn(3), "labels": n % 2} for n in range(8)]
+    lacking = r"`guide` must have its parameters .* `guide.initialize\(inputs, labels\)`"
+    model = ps.Classifier(ps.bayesianize(Given(3, 2), prior=1.0))
+    with pytest.raises(ValueError, match=lacking):
+        train(model, ps.GlobalInducingGuide(model), tmp_path, data)
+    pointed = ps.GlobalInducingGuide(model, torch.randn(5, 3))
+    assert train(model, pointed, tmp_path, data).state.global_step == 6
+    model = ps.Classifier(Inside(), num_data=8)
+    guide = ps.MeanFieldGuide(model)
+    with pytest.raises(ValueError, match=lacking):
+        train(model, guide, tmp_path, data)
+    guide.initialize({"given": torch.randn(8, 3)}, torch.arange(8) % 2)
+    before = state_of(guide)
+    train(model, guide, tmp_path, data)
+    assert all(not torch.equal(value, before[name]) for name, value in state_of(guide).items())
 
 
 class Scaled(Given):
