@@ -116,10 +116,16 @@ def as_batches(
             pin_memory=_is_gpu(device),
             generator=torch.Generator(),  # so that the start of an epoch leaves torch's own unchanged
         )
-    if not isinstance(data, Iterable) or isinstance(data, str) or not _count(data):
+    count = _count(data)
+    if not isinstance(data, Iterable) or isinstance(data, str) or count is None:
         raise TypeError(
             "`data` must be a tuple of tensors, a Dataset, or a sized iterable of mini-batches such as "
             f"a DataLoader, but got {brief(data)}. An `IterableDataset` in a DataLoader needs `__len__`."
+        )
+    if not count:
+        raise ValueError(
+            f"`data` must hold a mini-batch, but got a {type(data).__name__} of length 0. Give it more "
+            "examples: a DataLoader with `drop_last=True` needs at least `batch_size` of them."
         )
     if batch_size is not None:
         raise ValueError(
@@ -246,12 +252,12 @@ def _is_input(value: Any) -> bool:
     return all(isinstance(item, Tensor) for item in items)
 
 
-def _count(batches: Any) -> int:
-    """Return the number of mini-batches; 0 if there are none, or none is known."""
+def _count(batches: Any) -> int | None:
+    """Return the number of mini-batches, or None where that is not known."""
     try:
         return len(batches)
     except TypeError:  # also of a DataLoader of data without a length
-        return 0
+        return None
 
 
 def _length_of(lengths: list[int]) -> int:

@@ -253,3 +253,11 @@ def test_no_copy_is_used_before_it_is_there_or_after_it_is_gone(pinned):
 def test_an_empty_dataset_is_refused():
     with pytest.raises(ValueError, match=r"must have one positive length, but got \[0\]"):
         as_batches(TensorDataset(torch.zeros(0, 3)), 4, None)
+
+
+@pytest.mark.parametrize(
+    "data", [[], (), DataLoader(TensorDataset(torch.zeros(23, 3)), 50, drop_last=True)]
+)
+def test_data_without_a_mini_batch_are_refused(data):
+    with pytest.raises(ValueError, match=r"must hold a mini-batch, but got a \w+ of length 0"):
+        as_batches(data, None, None)
