@@ -34,6 +34,12 @@ ONE_THREAD = threading.RLock()
 # ---- plates ------------------------------------------------------------------------------------------
 
 _FIRST: ContextVar[int] = ContextVar("first", default=0)
+# The names of the plates by which Pyro draws several values of each site in one pass.
+_OF_DRAWS = (
+    "num_particles_vectorized",
+    "num_sleep_particles_vectorized",
+    "_num_predictive_samples",
+)
 
 
 def plates_around() -> Size:
@@ -50,6 +56,14 @@ def inside_plate() -> bool:
     """Whether a vectorized plate is around, so that each particle has a draw of the guide."""
     around = handlers_around()
     return any(isinstance(each, IndepMessenger) and each.dim is not None for each in around)
+
+
+def users_plate_around() -> str | None:
+    """Return the name of a vectorized plate around that is no plate of Pyro's draws, or None."""
+    for each in handlers_around():
+        if isinstance(each, IndepMessenger) and each.dim is not None and each.name not in _OF_DRAWS:
+            return each.name
+    return None
 
 
 def handlers_around() -> list[Any]:

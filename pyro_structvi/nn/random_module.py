@@ -14,11 +14,13 @@ from pyro_structvi._pyro import (
     declared_name,
     declared_samples,
     fixed_draw_around,
+    is_given,
     keep_values_in,
     lists_values,
     plain_class,
     show_parameters,
     site_name,
+    users_plate_around,
     values_of_pass,
 )
 from pyro_structvi._torch import (
@@ -235,7 +237,25 @@ def _sample_declared(module: PyroModule, args: Any) -> None:
         keep_values_in(module, own)
     own.effects.begin(module)
     for part in random_modules(module):
+        _check_plates(part, own)
         read_declared(part)
+
+
+def _check_plates(module: nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Raise a ``ValueError`` where a user's plate would draw the sites of a net for each example."""
+    plate = users_plate_around()
+    if plate is None:
+        return
+    parts = module.modules()
+    names = [site_name(part, each) for part in parts for each in declared_samples(part)]
+    new = [name for name in names if name not in own and not is_given(name)]
+    if new:
+        raise ValueError(
+            f"The net must not be called inside of the plate '{plate}', where each example would have "
+            f"draws of its own of {new}. Call it in front of the plate, `f = net(x)` and then "
+            f"`with pyro.plate('{plate}', ...):`, or between two blocks of the plate. For one net per "
+            "member of a plate at `dim=-2` take `pyro_structvi.nn.likelihood.run_in_plates`."
+        )
 
 
 def random_modules(module: Any) -> Iterator[nn.Module]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
 from torch import nn
 
@@ -138,3 +139,90 @@ def test_a_weight_can_be_looked_at_after_the_net():
     guide.initialize(x)
     draws = Predictive(model, guide=guide, num_samples=5, parallel=True, return_sites=["_RETURN"])
     assert draws(x)["_RETURN"].shape == (5, 4)
+
+
+class CallsInside(PyroModule):
+    """A model that calls its net inside of the plate of the data."""
+
+    def __init__(self, prior):
+        super().__init__()
+        self.net = ps.bayesianize(nn.Linear(3, 1).double(), prior)
+
+    def forward(self, x):
+        with pyro.plate("data", len(x)):
+            mean = self.net(x).squeeze(-1)
+            pyro.sample("obs", dist.Normal(mean, 1.0), infer={"is_observation": True})
+        return mean
+
+
+class Parts:
+    """A holder of a net that is no module, so that a function of it is a model of its own."""
+
+    def __init__(self, net):
+        self.net = net
+
+
+@pytest.mark.parametrize("prior", [1.0, {"bias": 1.0, "*": None}])
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_net_inside_of_a_plate_draws_no_weights_for_each_example(prior, is_module):
+    model, x = CallsInside(prior), torch.randn(4, 3).double()
+    draws = {"net.bias" if is_module else "bias": torch.full((5, 1), 7.0).double()}
+    if not is_module:
+        model = partial(CallsInside.forward, Parts(model.net))
+    runs = [
+        lambda: AutoNormal(model)(x),
+        lambda: ps.predict(model, draws, x),
+        lambda: Predictive(model, num_samples=3, parallel=True)(x),
+    ]
+    for run in runs if is_module else [*runs, lambda: ps.MeanFieldGuide(model)(x)]:
+        with pytest.raises(ValueError, match="must not be called inside of the plate 'data'"):
+            run()
+
+
+def test_a_net_inside_of_a_plate_takes_given_values():
+    """They come from a handler, or from the guide of a module, which draws in front of the plate."""
+    model, x = CallsInside({"bias": 1.0, "*": None}), torch.randn(4, 3).double()
+    draws = {"net.bias": torch.randn(5, 1).double()}
+    expected = (x @ model.net.weight.T).squeeze(-1) + draws["net.bias"]
+    given = poutine.condition(model, {"net.bias": draws["net.bias"][0]})(x)
+    torch.testing.assert_close(given, expected[0])
+    ps.MeanFieldGuide(model)
+    torch.testing.assert_close(ps.predict(model, draws, x).mean, expected.mean(0))
+    drawn = Predictive(model, num_samples=5, return_sites=["net.bias", "_RETURN"])(x)
+    bias = drawn["net.bias"].squeeze(1)
+    torch.testing.assert_close(drawn["_RETURN"], expected - draws["net.bias"] + bias)
+
+
+def test_a_plate_of_groups_has_one_net_per_member():
+    net, x = ps.bayesianize(nn.Linear(3, 2).double()), torch.randn(4, 3).double()
+
+    def model():
+        with pyro.plate("groups", 5, dim=-2):
+            return run_in_plates(net, lambda: net(x))[0]
+
+    trace = poutine.trace(model).get_trace()
+    weight, bias = (trace.nodes[name]["value"] for name in ("weight", "bias"))
+    assert weight.shape == (5, 1, 2, 3)
+    expected = torch.einsum("goi,ni->gno", weight[:, 0], x) + bias
+    torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
+
+
+def test_a_net_between_two_blocks_of_a_plate_has_one_draw():
+    """The way of a decoder, whose inputs are latents of the plate."""
+    net, y = ps.bayesianize(nn.Linear(2, 3).double()), torch.randn(4, 3).double()
+
+    def model(y):
+        data = pyro.plate("data", len(y))
+        with data:
+            z = pyro.sample("z", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        mean = net(z)
+        with data:
+            pyro.sample("obs", dist.Normal(mean, 1.0).to_event(1), obs=y)
+        return mean
+
+    guide = ps.MeanFieldGuide(model)
+    draw = poutine.trace(guide).get_trace(y)
+    values = {name: draw.nodes[name]["value"] for name in ("z", "weight", "bias")}
+    assert [value.shape for value in values.values()] == [(4, 2), (3, 2), (3,)]
+    mean = poutine.replay(model, trace=draw)(y)
+    torch.testing.assert_close(mean, nn.functional.linear(*values.values()))
