@@ -229,8 +229,9 @@ def observed_log_prob(node: Any, y: Tensor) -> Tensor:
 def observed_elements(node: Any, y: Tensor) -> Tensor | None:
     """Return which elements of observations count, ``(N, *event)``; None if the model masks none."""
     masks, part = [(node["infer"]["own_mask"], node["fn"].event_dim)], node["fn"]
-    while part is not None:
-        masks.append((getattr(part, "_mask", None), part.event_dim))  # of a MaskedDistribution
+    while part is not None:  # the base of a distribution of Pyro may be one of torch
+        mask = getattr(part, "_mask", None)  # of a MaskedDistribution
+        masks.append((mask, len(part.event_shape)))
         part = getattr(part, "base_dist", None)
     seen = None
     for mask, event_dim in masks:

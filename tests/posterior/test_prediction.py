@@ -171,6 +171,30 @@ def test_the_observed_site_must_be_unique():
             predict(model, ps.MeanFieldGuide(model), *inputs)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda scale: dist.Weibull(scale, 2.0),
+        lambda scale: dist.Gumbel(0.0, scale),
+        dist.HalfNormal,
+        dist.HalfCauchy,
+        lambda scale: dist.Kumaraswamy(scale, 2.0),
+        lambda scale: dist.InverseGamma(3.0, scale),
+    ],
+    ids=["Weibull", "Gumbel", "HalfNormal", "HalfCauchy", "Kumaraswamy", "InverseGamma"],
+)
+def test_the_density_where_pyro_transforms_a_distribution_of_torch(make):
+    def model(x, y=None):
+        scale = (x * pyro.sample("w", dist.Normal(0.0, 1.0))).exp()
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", make(scale), obs=y)
+
+    x, y, draws = torch.randn(6), torch.rand(6), {"w": torch.randn(5)}
+    densities = make((x * draws["w"][:, None]).exp()).log_prob(y)
+    found = ps.predict(model, draws, x, y=y).log_density
+    torch.testing.assert_close(found, densities.logsumexp(0) - math.log(5))
+
+
 def test_masks_of_a_model_are_those_of_its_prediction():
     """Around a site, in its distribution, and of single elements; over draws and mini-batches."""
     x, y = torch.randn(6, 1), torch.randn(6, 2)
