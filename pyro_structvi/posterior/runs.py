@@ -39,7 +39,7 @@ from pyro_structvi.sites.finding import (
 )
 from pyro_structvi.sites.report import trial_pass
 from pyro_structvi.weights.site_role import SiteRole, SiteUse, sample_nodes
-from pyro_structvi.weights.torch_distributions import base_of, in_single
+from pyro_structvi.weights.torch_distributions import base_of, in_single, tensors_of
 
 _OF_EACH_EXAMPLE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # averaged
 _MOST_MOVED = 0.5  # standard deviations from draw to draw, which running statistics still fit
@@ -248,7 +248,8 @@ def checked_observations(y: Tensor, likelihood: Any, shape: Sequence[int]) -> Te
     check_shape("y", y, shape, "that of the predictions")
     y = at_least_single(y)
     if not likelihood.support.is_discrete:
-        check_same_kind("y", y, "prediction.mean", likelihood.mean)
+        for own in [each for each in tensors_of(likelihood) if each.is_floating_point()][:1]:
+            check_same_kind("y", y, "prediction.mean", own)
     elif isinstance(base_of(likelihood), Bernoulli):
         y = y.to(likelihood.mean)  # torch needs labels in the dtype of the probabilities
     if validates(None) and not (y.is_meta or inside_transform()):

@@ -13,6 +13,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from torch import nn
+from torch.distributions.transforms import SigmoidTransform
 
 import pyro_structvi as ps
 from pyro_structvi.posterior.inference_data import dims_of_sites, import_arviz, pareto_smoothed
@@ -428,3 +429,20 @@ def test_a_joint_density_of_all_examples_is_one_value():
     assert found.dims == ("chain", "draw")
     density = torch.as_tensor(found.values).flatten().logsumexp(0) - math.log(4)
     torch.testing.assert_close(density, ps.predict(model, draws, x, y=y).log_density)
+
+
+def test_a_likelihood_needs_no_mean_in_closed_form():
+    def likelihood(mean):
+        return dist.TransformedDistribution(dist.Normal(mean, 1.0), [SigmoidTransform()])
+
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", likelihood(x @ weight), obs=y)
+
+    x, y, draws = torch.randn(3, 2), torch.rand(3), {"weight": torch.randn(4, 2)}
+    found = ps.to_inference_data(model, draws, x, y)["log_likelihood"]["y"].values[0]
+    expected = likelihood(draws["weight"] @ x.mT).log_prob(y)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    with pytest.raises(ValueError, match=r"`y` must have the dtype of `prediction.mean`"):
+        ps.to_inference_data(model, draws, x, y.float())
