@@ -218,6 +218,8 @@ class Passes:
             args = as_arguments(batch_statistics, "batch_statistics")
             self._statistics = BatchStatistics(model, args)
         self._selects = isinstance(posterior, StructuredGuide)  # whose draws are of all examples
+        self._local = posterior.local_site_names if isinstance(posterior, StructuredGuide) else []
+        self._absent: set[str] = set()  # local sites that the model samples in training only
         self._new: set[str] = set()
         self._unused: str | None = None
         self._seed: int | None = None  # of the last run, if runs sample sites from the model
@@ -256,7 +258,8 @@ class Passes:
 
     def _run_batches(self, draws: Draws, first: Values | None = None) -> Iterator[Pass]:
         """Yield the passes of draws, whose outputs at the first mini-batch may be known."""
-        kept = {name: value for name, value in draws[0].items() if name not in self._new}
+        left_out = self._new | self._absent
+        kept = {name: value for name, value in draws[0].items() if name not in left_out}
         for batch in range(len(self._batches)):
             known = first if batch == 0 else None
             yield Pass(batch, kept, self._run(draws, batch) if known is None else known)
@@ -282,6 +285,7 @@ class Passes:
         with separate_randomness():  # this run samples observations, which later runs may leave out
             trace, node = self._trace(own, 0, counts=True)
         check_whole(node, inputs)
+        self._absent = {name for name in own[0] if name not in trace.nodes}
         self._unused = self.observed if is_unused(trace, node) else None
         self._new = sites_from_model(trace, node, own[0], len(self._batches) == 1)
         if self._new or self._unused is None:
@@ -326,7 +330,7 @@ class Passes:
         (values, statistics), (args, _) = draw, self._batches[batch]
         with self._statistics.used(statistics) if self._statistics else nullcontext():
             trace = self._run_model(values, args, counts)
-        self.observed = find_observation(trace, values, self._site)
+        self.observed = find_observation(trace, values, self._site, self._local)
         return trace, trace.nodes[self.observed]
 
     def _outputs(self, trace: Any, node: Any, batch: int) -> Values:

@@ -135,8 +135,13 @@ def is_unused(trace: Any, node: Any) -> bool:
     return is_counted and value.use.count == 0 and not any(each is value for each in returned)
 
 
-def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:
-    """Return the name of the observed site of a model that ran at a draw without observations."""
+def find_observation(
+    trace: Any, values: dict[str, Tensor], site: str | None, local: Collection[str] = ()
+) -> str:
+    """Return the name of the observed site of a model that ran at a draw without observations.
+
+    The model may leave out ``local`` sites, as those in place of the observations that it lacked.
+    """
     nodes = sample_nodes(trace)
     drawn = [name for name, node in nodes.items() if not node["is_observed"]]
     free = [name for name in drawn if name not in values]
@@ -155,7 +160,7 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
                 f"`posterior` must give the site '{name}' values of the model's shape "
                 f"{shape_text(nodes[name]['fn'].shape())}, but got {shape_text(values[name].shape)}."
             )
-    unknown = [name for name in values if name not in nodes]
+    unknown = [name for name in values if name not in nodes and name not in local]
     if missing or unknown:
         raise ValueError(
             "`posterior` must have the latent sites of the model, but these are missing in it: "
@@ -207,7 +212,8 @@ def sites_from_model(
     There are none if the run had all examples, ``is_whole``, and the posterior was fitted to as many.
     """
     plates = _plates_of(observed)
-    local = [name for name in values if plates & _plates_of(trace.nodes[name])]
+    found = [name for name in values if name in trace.nodes]
+    local = [name for name in found if plates & _plates_of(trace.nodes[name])]
     kept = [name for name in local if is_whole and trace.nodes[name]["is_observed"]]
     new = [name for name in local if name not in kept]
     warn_of_local_latents(

@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.nn import PyroModule
 from torch import nn
 from torch.distributions.transforms import SigmoidTransform
 
@@ -446,3 +447,32 @@ def test_a_likelihood_needs_no_mean_in_closed_form():
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     with pytest.raises(ValueError, match=r"`y` must have the dtype of `prediction.mean`"):
         ps.to_inference_data(model, draws, x, y.float())
+
+
+class HasMissing(PyroModule):
+    """A model that samples what is missing among the observations, where it has any."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = ps.bayesianize(nn.Linear(3, 1))
+
+    def forward(self, x, y=None, seen=None):
+        mean = self.net(x).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(mean, 0.5), obs=y, obs_mask=seen)
+        return mean
+
+
+@pytest.mark.parametrize("size", [6, 4])
+def test_missing_observations_are_no_part_of_predictions(size):
+    model, x, y = HasMissing(), torch.randn(6, 3), torch.randn(6)
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    guide.initialize(x, y, torch.arange(6) < 4)
+    assert guide.local_site_names == ["obs_unobserved"]
+    x, y = x[:size], y[:size]
+    found = ps.to_inference_data(model, guide, x, y, 5, outputs=True)["posterior"]
+    assert {*found} == {"net.weight", "net.bias", "outputs"}
+    weight, bias = found["net.weight"].values[0], found["net.bias"].values[0]
+    expected = weight[:, 0] @ x.numpy().T + bias
+    np.testing.assert_allclose(found["outputs"].values[0], expected, rtol=1e-10)
+    assert ps.predict(model, guide, x, num_samples=5, batch_size=4).functions.shape == (5, size)
