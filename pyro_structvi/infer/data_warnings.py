@@ -122,8 +122,12 @@ def warn_of_first_batch(
             "`data` must hold what the model observes, but it observed nothing: pass `(x, y)`, or "
             "mini-batches of them. A `collate_fn` splits what a loader has in one object."
         )
-    scales = {name: draws[0]["scale"] for name, draws in seen.sites.items()}
+    sizes = [len(each) for each in nested_tensors((args, kwargs)) if each.dim()]
+    first = {name: draws[0] for name, draws in seen.sites.items()}
+    scales = {name: msg["scale"] for name, msg in first.items()}
     unscaled = [n for n, scale in scales.items() if not isinstance(scale, Tensor) and scale == 1]
+    if len(unscaled) < len(scales):  # the others may be of the weights, as a `pyro.factor` of them
+        unscaled = [name for name in unscaled if _is_of_examples(first[name], sizes)]
     # A model of the user's own may count a mini-batch for all the data.
     if unscaled and num_batches > 1 and not isinstance(unwrapped(model), Likelihood):
         whole = "all examples" if size is None else f"all {size} examples"
@@ -143,7 +147,6 @@ def warn_of_first_batch(
         _warn_of_far(name, draws[0]["value"], [base_of(draw["fn"]) for draw in draws])
     if isinstance(guide, StructuredGuide):
         _warn_of_far_starts(guide, seen.priors)
-        sizes = [len(each) for each in nested_tensors((args, kwargs)) if each.dim()]
         _warn_of_slow(guide, max(sizes, default=1))
 
 
@@ -222,6 +225,11 @@ class _Recorder(Messenger):
             self.sites.setdefault(msg["name"], []).append(msg)
         else:
             self.priors[msg["name"]] = base_of(msg["fn"])
+
+
+def _is_of_examples(msg: Any, sizes: list[int]) -> bool:
+    """Whether an observed site is in a plate, or has one of these numbers of examples."""
+    return bool(msg["cond_indep_stack"]) or any(n in sizes for n in msg["fn"].shape()[:1])
 
 
 def _warn_of_far(name: str, y: Any, priors: list[Any]) -> None:

@@ -1,6 +1,7 @@
 """What a fit says before its first step: of data, of slow posteriors, of wrong arguments."""
 
 from collections import UserDict
+from contextlib import nullcontext
 
 import numpy as np
 import pyro
@@ -243,6 +244,42 @@ def test_a_model_that_counts_a_batch_for_all_is_named(data, options):
 )
 def test_a_plate_that_knows_all_examples_is_fine(model, data, options):
     ps.fit(model, ps.MeanFieldGuide(model), data, num_steps=1, progress=False, **options)
+
+
+def constraint(x):
+    pyro.factor("further", torch.tensor(-1.0))
+
+
+def measured_constraint(x):
+    pyro.sample("further", dist.Normal(torch.zeros(2), 1.0).to_event(1), obs=torch.ones(2))
+
+
+def in_no_plate(x):
+    pyro.sample("further", dist.Normal(0.0, 1.0).expand([len(x)]).to_event(1), obs=x[:, 0])
+
+
+def in_a_plate_of_the_batch(x):
+    with pyro.plate("batch", len(x)):
+        pyro.sample("further", dist.Normal(0.0, 1.0), obs=x[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("further", "is_named"),
+    [
+        (constraint, False),
+        (measured_constraint, False),
+        (in_no_plate, True),
+        (in_a_plate_of_the_batch, True),
+    ],
+)
+def test_beside_scaled_observations_those_of_the_weights_need_no_scale(further, is_named):
+    def model(x, y=None):
+        further(x)
+        scaled_function(x, y)
+
+    match = r"observed sites \['further'\] count a mini-batch"
+    with pytest.warns(NumDataWarning, match=match) if is_named else nullcontext():
+        fit(model, *DATA, batch_size=4)
 
 
 class Backbone(nn.Module):
