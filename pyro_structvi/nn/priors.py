@@ -82,7 +82,11 @@ class FanIn(CheckedFields):
 
 PositiveDistribution = Annotated[
     torch.distributions.Distribution,
-    Rule("a distribution over positive numbers, such as `dist.HalfCauchy(1.0)`", is_positive),
+    Rule(
+        "a distribution over positive numbers, such as `dist.HalfCauchy(1.0)` or "
+        "`dist.LogNormal(loc, scale)`",
+        is_positive,
+    ),
 ]
 
 
@@ -280,6 +284,14 @@ def _whole_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
         )
     own = map_tensors(prior, lambda tensor: tensor.detach().to(parameter))
     skip_validation(own)  # which `torch.func.vmap` does not support
+    if not parameter.is_meta:  # whose operations raise the same error
+        try:
+            own.log_prob(parameter.detach())
+        except NotImplementedError as error:
+            raise ValueError(
+                f"`prior for {name}` must have a density, but got a {type(prior).__name__}. Take the "
+                "posterior of another guide, such as a MatrixNormalGuide."
+            ) from error
     return own
 
 

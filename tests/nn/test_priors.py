@@ -340,6 +340,10 @@ def test_what_does_not_fit_is_refused():
     for point in (dist.Delta(torch.tensor(0.0)), dist.Delta(torch.zeros(SHAPE), event_dim=2)):
         with pytest.raises(ValueError, match=r"prior for 0\.weight` must have a density"):
             with_whole_prior(point)
+    model = with_whole_prior(1.0)
+    later = ps.GlobalInducingGuide(model, torch.randn(4, 3), join_bias=False)["net.2.weight"]()
+    with pytest.raises(ValueError, match="must have a density, but got a NormalGivenInputs"):
+        ps.bayesianize(nn.Linear(5, 1), {"weight": later, "*": 1.0})
 
 
 def test_a_prior_that_requires_a_gradient_is_refused():
