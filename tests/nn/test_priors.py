@@ -329,6 +329,19 @@ def test_yesterdays_posterior_is_todays_prior(guide_name):
         torch.testing.assert_close(nats, torch.zeros(()), rtol=0, atol=1e-9)
 
 
+def test_yesterdays_posterior_of_a_scale_is_a_log_normal_prior():
+    def model_of(prior):
+        return ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), 12, noise=prior)
+
+    yesterday = ps.MeanFieldGuide(model_of("learned"))
+    q = yesterday["noise_scale"]().base_dist
+    model = model_of(dist.LogNormal(q.mean.detach(), q.stddev.detach()))
+    today = ps.MeanFieldGuide(model)
+    today.load_state_dict(yesterday.state_dict())
+    kl = ps.StructuredELBO().terms(model, today, *regression_data()).kl["noise_scale"]
+    torch.testing.assert_close(kl, torch.zeros(()), rtol=0, atol=1e-9)
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"'0.weight' must be over single elements, or .*\(5, 3\)"):
         with_whole_prior(make_k_tied(2)((), (3, 5), torch.float64))
