@@ -24,7 +24,7 @@ from pyro_structvi._checks import (
     check_broadcastable,
     check_positive,
 )
-from pyro_structvi._pyro import declared_samples
+from pyro_structvi._pyro import declared_samples, inside_plate, site_name
 from pyro_structvi._torch import count_of_writes, is_recording
 from pyro_structvi.weights.torch_distributions import (
     base_of,
@@ -386,6 +386,23 @@ class TiedPrior:
     def __call__(self, module: PyroModule) -> Any:
         """Return the owner's prior."""
         return declared_samples(self.owner)[self.attribute](self.owner)
+
+
+def drop_plates(module: Any, values: dict[str, Tensor]) -> None:
+    """Give values of the declared sites of a module their shapes, where no plate is around.
+
+    ``Predictive`` gives values that a guide drew in plates of its own, with a 1 for each.
+    """
+    if inside_plate():
+        return
+    for part in module.modules():
+        for attribute, prior in declared_samples(part).items():
+            name = site_name(part, attribute)
+            if isinstance(prior, BufferedPrior | ScaledPrior) and name in values:
+                value, shape = values[name], prior.shape
+                is_value = isinstance(value, Tensor)  # and not one that `torch.fx` stands in for
+                if is_value and value.shape != shape and value.numel() == shape.numel():
+                    values[name] = value.reshape(shape)
 
 
 def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:

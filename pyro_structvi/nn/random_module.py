@@ -34,7 +34,7 @@ from pyro_structvi._torch import (
     take_apart,
     without_storage,
 )
-from pyro_structvi.nn.priors import BufferedPrior
+from pyro_structvi.nn.priors import BufferedPrior, drop_plates
 from pyro_structvi.weights.lazy import WeightPlaceholder
 from pyro_structvi.weights.torch_distributions import example_of
 
@@ -239,6 +239,7 @@ def _sample_declared(module: PyroModule, args: Any) -> None:
     for part in random_modules(module):
         _check_plates(part, own)
         read_declared(part)
+        drop_plates(part, own)
 
 
 def _check_plates(module: nn.Module, own: Mapping[str, Tensor]) -> None:

@@ -141,6 +141,41 @@ def test_a_weight_can_be_looked_at_after_the_net():
     assert draws(x)["_RETURN"].shape == (5, 4)
 
 
+class HasGroups(PyroModule):
+    """A model with a plate of groups beside its net, so that a guide draws in one plate more."""
+
+    def __init__(self, prior, calls):
+        super().__init__()
+        self.net, self.calls = ps.bayesianize(nn.Linear(3, 1), prior), calls
+
+    def forward(self, x, y=None):
+        mean = self.calls(self.net, x).squeeze(-1)
+        with pyro.plate("groups", 2):
+            shift = pyro.sample("shift", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            mean = mean + shift.reshape(2)[torch.arange(len(x)) % 2]
+            pyro.sample("obs", dist.Normal(mean, 0.5), obs=y, infer={"is_observation": True})
+        return mean
+
+
+@pytest.mark.parametrize("prior", [1.0, ps.HierarchicalScale(dist.HalfNormal(1.0))])
+@pytest.mark.parametrize("guide", [AutoNormal, ps.MeanFieldGuide])
+@pytest.mark.parametrize(
+    "calls",
+    [lambda net, x: net(x), lambda net, x: run_in_plates(net, lambda: net(x))[0]],
+    ids=["direct", "run_in_plates"],
+)
+def test_draws_one_by_one_with_ones_for_the_plates_of_a_guide(prior, guide, calls):
+    model, x = HasGroups(prior, calls), torch.randn(4, 3)
+    guide = guide(model)
+    guide(x, torch.randn(4))
+    sites = ["net.weight", "net.bias", "shift", "_RETURN"]
+    draws = Predictive(model, guide=guide, num_samples=5, return_sites=sites)(x)
+    assert draws["net.weight"].shape == (5, 1, 1, 3)
+    weight, bias, shift, found = (value.reshape(5, -1) for value in draws.values())
+    torch.testing.assert_close(found, weight @ x.mT + bias + shift[:, torch.arange(4) % 2])
+
+
 class CallsInside(PyroModule):
     """A model that calls its net inside of the plate of the data."""
 
