@@ -206,6 +206,7 @@ class SubnetworkGuide(StructuredGuide):
         served = {each.site.name for each in own if isinstance(each.family, Subnetwork)}
         missing = [name for name in family.chosen or {} if name not in served]
         if missing:
+            self._initialized = False  # so that the next call is this error, too
             raise ValueError(
                 f"`chosen` has masks for {missing}, but of the model's sites {self.site_names} only "
                 "those with real values, in no plate, can be chosen from."

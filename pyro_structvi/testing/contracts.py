@@ -33,7 +33,9 @@ class Leaf:
         if self.support is orthogonal:
             product = self.value.detach().mT @ gradient
             return product - product.mT
-        return gradient
+        # The elements of an expanded tensor are one value.
+        expanded = [dim for dim, stride in enumerate(self.value.stride()) if not stride]
+        return gradient.sum(expanded) if expanded else gradient
 
 
 class Contract:

@@ -237,7 +237,11 @@ def check_densities(s: Subject) -> None:
         check_density(s, s.q, s.mean, s.covariance)
     if s.is_normal and s.q._validate_args:
         for kind, value, start in (
-            ("another shape", torch.zeros(*s.mean.shape, 2), "`value` must have shape"),
+            (
+                "another shape",
+                torch.zeros(*s.mean.shape, 1 + s.mean.shape[-1]),
+                "`value` must have shape",
+            ),
             ("NaN", torch.full(s.mean.shape, torch.nan), "`value` holds"),
         ):
             s.refuses(f"`log_prob` refuses {kind}", partial(s.q.log_prob, value), start)
@@ -296,7 +300,7 @@ def _check_kl_between(s: Subject, dense: MultivariateNormal) -> None:
     """Check the KL to another normal of the class, as for a prior that is an earlier posterior."""
     if s.kl is not None or any(leaf.support is orthogonal for leaf in s.leaves):
         return
-    p, _ = with_leaves(s.q, lambda own: 1.25 * own)
+    p, _ = with_leaves(fresh(s.q), lambda own: 1.25 * own)
     expected = kl_divergence(
         dense, MultivariateNormal(p.mean.flatten(-s.event_dim), p.covariance_matrix)
     )

@@ -117,7 +117,8 @@ class MixedOutputs(GaussianOutputs):
     def covariance_matrix(self) -> Tensor:
         scaled = self._factor * self._scales.unsqueeze(-2)
         blocks = scaled @ scaled.mT
-        blocks = blocks.reshape(*self.batch_shape, -1, *blocks.shape[-2:])
+        positions = blocks.shape[len(self.batch_shape) : -2].numel()
+        blocks = blocks.reshape(*self.batch_shape, positions, *blocks.shape[-2:])
         identity = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
         order = "piqj" if self._channel_dim == -1 else "ipjq"
         product = torch.einsum(f"...pij,pq->...{order}", blocks, identity)

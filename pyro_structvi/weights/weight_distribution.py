@@ -229,7 +229,7 @@ class WeightDistribution(TensorDistribution):
     def as_matrix(self, weight: Tensor) -> Tensor:
         """View ``(*sample_shape, *batch_shape, *event_shape)`` as ``(..., out, in)``."""
         lead = weight.shape[: weight.dim() - len(self.event_shape)]
-        return weight.reshape(*lead, self.event_shape[0], -1)
+        return weight.reshape(*lead, self.event_shape[0], self.event_shape[1:].numel())
 
     def as_weight(self, matrix: Tensor) -> Tensor:
         """View ``(*sample_shape, *batch_shape, out, in)`` as ``(..., *event_shape)``."""

@@ -186,6 +186,13 @@ def test_a_look_without_gradients_leaves_the_image_its_gradients():
     assert q.image_under(DenseMap(), torch.zeros(0, 3)).rsample().shape == (0, 4)
 
 
+@pytest.mark.parametrize("make_q", [make_full, make_low_rank(2), make_matrix_normal, make_rowwise])
+def test_an_expert_with_one_input_may_have_no_examples(make_q):
+    image = make_q((), (2, 1), torch.float64).image_under(DenseMap(), torch.zeros(0, 1))
+    assert image.rsample().shape == (0, 2)
+    assert image.covariance_matrix.shape == (0, 2, 2)
+
+
 def test_a_distribution_that_was_made_without_gradients_has_whole_ones_or_none():
     log_scale = torch.full((3,), 0.5, requires_grad=True)
     factors = torch.randn(2, 4, 3, requires_grad=True)

@@ -16,8 +16,10 @@ from torch.distributions import (
 )
 
 from pyro_structvi.distributions import (
+    FullNormal,
     JoinedPrior,
     KTiedNormal,
+    LowRankNormal,
     MatrixNormal,
     MeanFieldNormal,
     RowwiseNormal,
@@ -289,6 +291,23 @@ def test_a_wrong_distribution_fails_by_the_rule(rule):
     assert text.startswith(f"{type(q).__name__}: ")
     assert "\nExpected: " in text
     assert "\nGot: " in text
+
+
+RIGHT = {
+    "one scale": lambda: MeanFieldNormal(torch.randn(MATRIX), 0.5),
+    "a scale for each row": lambda: MeanFieldNormal(torch.randn(MATRIX), torch.rand(4, 1) + 0.2),
+    "a low rank with one scale": lambda: LowRankNormal(
+        torch.randn(2, 3), torch.randn(2, 2, 3), 0.5
+    ),
+    "2 x 2": lambda: make(MeanFieldNormal, event_shape=(2, 2)),
+    "one input": lambda: make(FullNormal, event_shape=(3, 1)),
+    "a kernel of size 1": lambda: make(FullNormal, event_shape=(3, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("shape", RIGHT)
+def test_a_right_distribution_of_any_shape_passes(shape):
+    check_distribution(RIGHT[shape]())
 
 
 @pytest.mark.parametrize(
