@@ -102,8 +102,8 @@ class JointSubnetwork(SharedPosterior):
         loc = torch.cat(list(starts.values()))
         if not len(loc):
             raise ValueError(
-                f"`chosen` must choose at least one element of the sites {list(starts)}, but all its "
-                "masks there are false."
+                f"`chosen` must choose at least one element of the sites {list(starts)}, but no "
+                "mask of theirs does."
             )
         site = LatentSite(f"subnetwork of {next(iter(starts))}", loc.shape, 1, constraints.real)
         start = family.init(site, loc, scale) if family.fits(site) else {}
