@@ -47,23 +47,23 @@ def plates_around() -> Size:
 
     Pyro's objectives and ``Predictive`` put them there, and a net's layers take no such dimensions.
     """
-    frames = [handler for handler in handlers_around() if isinstance(handler, IndepMessenger)]
-    dims = {frame.dim: frame.size for frame in frames if frame.dim is not None and frame.dim < -1}
+    dims = {plate.dim: plate.size for plate in _vectorized_plates() if plate.dim < -1}
     return Size([dims.get(dim, 1) for dim in range(min(dims, default=-1), -1)])
 
 
 def inside_plate() -> bool:
     """Whether a vectorized plate is around, so that each particle has a draw of the guide."""
-    around = handlers_around()
-    return any(isinstance(each, IndepMessenger) and each.dim is not None for each in around)
+    return bool(_vectorized_plates())
 
 
 def users_plate_around() -> str | None:
     """Return the name of a vectorized plate around that is no plate of Pyro's draws, or None."""
-    for each in handlers_around():
-        if isinstance(each, IndepMessenger) and each.dim is not None and each.name not in _OF_DRAWS:
-            return each.name
-    return None
+    return next((each.name for each in _vectorized_plates() if each.name not in _OF_DRAWS), None)
+
+
+def _vectorized_plates() -> list[Any]:
+    plates = [each for each in handlers_around() if isinstance(each, IndepMessenger)]
+    return [plate for plate in plates if plate.dim is not None]
 
 
 def handlers_around() -> list[Any]:
@@ -109,10 +109,13 @@ def under_innermost(program: Any, handler: Any) -> Any:
 
 def is_given(name: str) -> bool:
     """Whether a handler around, such as ``poutine.replay``, gives a site its value."""
-    around = handlers_around()
-    traces = [each.trace for each in around if isinstance(each, ReplayMessenger)]
-    values = [each.data for each in around if isinstance(each, ConditionMessenger)]
-    return any(name in known for known in (*traces, *values) if known is not None)
+    traces = [each.trace for each in handlers_around() if isinstance(each, ReplayMessenger)]
+    return any(name in known for known in (*traces, *conditioned_values()) if known is not None)
+
+
+def conditioned_values() -> list[Any]:
+    """Return the values of sites that ``poutine.condition`` gives around, as ``Predictive`` does."""
+    return [each.data for each in handlers_around() if isinstance(each, ConditionMessenger)]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from pyro_structvi._checks import (
     check_broadcastable,
     check_positive,
 )
-from pyro_structvi._pyro import declared_samples, inside_plate, site_name
+from pyro_structvi._pyro import conditioned_values, declared_samples, inside_plate, site_name
 from pyro_structvi._torch import count_of_writes, is_recording
 from pyro_structvi.weights.torch_distributions import (
     base_of,
@@ -389,11 +389,11 @@ class TiedPrior:
 
 
 def drop_plates(module: Any, values: dict[str, Tensor]) -> None:
-    """Give values of the declared sites of a module their shapes, where no plate is around.
+    """Give conditioned values of the declared sites of a module their shapes, if no plate is around.
 
     ``Predictive`` gives values that a guide drew in plates of its own, with a 1 for each.
     """
-    if inside_plate():
+    if not conditioned_values() or inside_plate():
         return
     for part in module.modules():
         for attribute, prior in declared_samples(part).items():

@@ -254,7 +254,8 @@ def checked_observations(y: Tensor, likelihood: Any, shape: Sequence[int]) -> Te
     check_shape("y", y, shape, "that of the predictions")
     y = at_least_single(y)
     if not likelihood.support.is_discrete:
-        for own in [each for each in tensors_of(likelihood) if each.is_floating_point()][:1]:
+        own = next((each for each in tensors_of(likelihood) if each.is_floating_point()), None)
+        if own is not None:
             check_same_kind("y", y, "prediction.mean", own)
     elif isinstance(base_of(likelihood), Bernoulli):
         y = y.to(likelihood.mean)  # torch needs labels in the dtype of the probabilities
