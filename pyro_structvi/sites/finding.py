@@ -40,7 +40,7 @@ from pyro_structvi.sites.family import InitLocFn
 from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_onto, has_bijection
 from pyro_structvi.sites.trial_handlers import TrialHandler
 from pyro_structvi.weights.lazy import WeightPlaceholder
-from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
+from pyro_structvi.weights.site_role import CHECKPOINT, TRANSFORM, SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import (
     base_of,
     example_of,
@@ -170,16 +170,16 @@ def find_sites_by_running(
     with trial_run(model):
         recorder.run(model, args, kwargs)
     declared = find_declared_sites(unwrapped(model))
-    takes_checkpoints = any(found.use.eager_reason for found in recorder.found.values())
+    reasons = {found.use.eager_reason for found in recorder.found.values()} & {CHECKPOINT, TRANSFORM}
     for name, found in recorder.found.items():
         use, counted, examples = found.use, recorder.counted[name], recorder.num_examples
         use.has_unknown_rows = bool(examples and counted.num_examples - examples)
         use.is_read = use.count != counted.num_lookups
         use.is_uncompared = counted.num_examples == {1} or not recorder.has_observation
         use.has_other_rows = use.has_unknown_rows or counted.is_indexed
-        # Another pass may use unused sites in a checkpoint as well.
-        if takes_checkpoints and use.count == 0:
-            use.eager_reason = CHECKPOINT
+        # Another pass may use unused sites in a checkpoint or a transform as well.
+        if reasons and use.count == 0:
+            use.eager_reason = min(reasons)
         further: dict[str, Any] = {
             "is_local": any(each.name in recorder.observed_plates for each in found.site.plates)
         }
@@ -251,6 +251,8 @@ class CountedWeight(WeightPlaceholder):
         """
         if inside_checkpoint():
             self.use.eager_reason = CHECKPOINT
+        elif inside_transform():  # where a sample would belong to the transform
+            self.use.eager_reason = TRANSFORM
         self.is_indexed |= index is not None
         # The counting run has gradients off, unless the model differentiates its own net.
         is_repeated = torch.is_grad_enabled() or inside_transform() or inside_forward_derivative()

@@ -8,6 +8,7 @@ from pyro.distributions import Delta
 from pyro.poutine.util import site_is_subsample
 
 CHECKPOINT = "an activation checkpoint"
+TRANSFORM = "a transform of torch.func"
 LocalReparam = bool | Literal["exact", "flipout"]
 
 
@@ -21,7 +22,8 @@ class SiteUse:
         count: The number of uses in one pass of the model, None if unknown. A weight that is used more
             than once is sampled, since all uses must see the same weight.
         eager_reason: Why the weight is sampled before the model runs, or "": its use is repeated in the
-            backward pass, or is an operation below autograd, which gives a placeholder no gradient.
+            backward pass, is in a transform of ``torch.func``, or is an operation below autograd, which
+            gives a placeholder no gradient.
         has_other_rows: Whether the first dimension of inputs does not count the examples, as for nodes
             of graphs or the share of an expert. Outputs sampled row by row are then approximate.
         has_unknown_rows: Whether that is for a reason that the call does not show.

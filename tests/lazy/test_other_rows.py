@@ -12,6 +12,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.families import InducingWeights, MeanField
 from pyro_structvi.sites.finding import OtherRowsWarning
 from tests.models import make_regressor, regression_data
 
@@ -115,6 +116,35 @@ def test_a_net_differentiated_forwards_is_used_twice():
     guide = ps.MeanFieldGuide(model)
     guide.initialize(torch.zeros(5, 3), torch.zeros(5, 1))
     assert guide.uses["weight"].count == 2
+
+
+class Mapped(nn.Module):
+    """A net that maps over its examples by itself, or not."""
+
+    def __init__(self, is_mapped):
+        super().__init__()
+        self.first, self.last, self.is_mapped = nn.Linear(3, 4), nn.Linear(4, 1), is_mapped
+
+    def net(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+    def forward(self, x):
+        return torch.func.vmap(self.net)(x) if self.is_mapped else self.net(x)
+
+
+@pytest.mark.parametrize("family", [InducingWeights((2, 2)), MeanField()], ids=["inducing", "normal"])
+def test_a_net_under_vmap_gets_weights_drawn_before_it_runs(family):
+    found = []
+    for is_mapped in (True, False):
+        torch.manual_seed(0)
+        model = ps.Regressor(ps.bayesianize(Mapped(is_mapped)), 12, 0.3)
+        guide = ps.StructuredGuide(model, {"*": family}, local_reparam=is_mapped)
+        guide.initialize(*regression_data())
+        torch.manual_seed(1)
+        found.append(ps.StructuredELBO().terms(model, guide, *regression_data()).elbo)
+        reasons = {each.why for each in guide.report(*regression_data()).parameters}
+        assert (reasons == {"a transform of torch.func"}) == is_mapped
+    torch.testing.assert_close(*found)
 
 
 class Contrastive(PyroModule):
