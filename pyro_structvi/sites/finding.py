@@ -170,7 +170,7 @@ def find_sites_by_running(
     with trial_run(model):
         recorder.run(model, args, kwargs)
     declared = find_declared_sites(unwrapped(model))
-    reasons = {found.use.eager_reason for found in recorder.found.values()} & {CHECKPOINT, TRANSFORM}
+    reasons = {found.use.eager_reason for found in recorder.found.values()} - {""}
     for name, found in recorder.found.items():
         use, counted, examples = found.use, recorder.counted[name], recorder.num_examples
         use.has_unknown_rows = bool(examples and counted.num_examples - examples)

@@ -132,7 +132,9 @@ class Mapped(nn.Module):
         return torch.func.vmap(self.net)(x) if self.is_mapped else self.net(x)
 
 
-@pytest.mark.parametrize("family", [InducingWeights((2, 2)), MeanField()], ids=["inducing", "normal"])
+@pytest.mark.parametrize(
+    "family", [InducingWeights((2, 2)), MeanField()], ids=["inducing", "normal"]
+)
 def test_a_net_under_vmap_gets_weights_drawn_before_it_runs(family):
     found = []
     for is_mapped in (True, False):
