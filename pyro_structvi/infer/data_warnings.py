@@ -140,7 +140,7 @@ def warn_of_first_batch(
     if seen.inputs and LARGE_INPUT < seen.inputs[0] < math.inf:
         warn_user(
             f"Inputs of the first random layer have a root mean square of {seen.inputs[0]:.3g}; priors "
-            "expect about 1. Standardize them, `x = (x - x.mean(0)) / x.std(0)`.",
+            "expect about 1. Standardize them, `x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)`.",
             DataScaleWarning,
         )
     for name, draws in seen.sites.items():

@@ -52,7 +52,7 @@ def _add(input: Any, other: Any, *, alpha: float = 1, sign: float = 1) -> Random
 
 
 def _mul(input: Any, other: Any) -> RandomTensor:
-    """Return the moments of a product, exact for independent factors and for a square."""
+    """Return the moments of a product, exact for independent factors and for the square of a normal."""
     if input is other:
         return propagate(torch.square, square, input)
     (a, va), (b, vb) = moments(input), moments(other)

@@ -23,12 +23,13 @@ class Settings(NamedTuple):
 class ElementFunction(NamedTuple):
     """A function of the single elements of a source, composed of so many functions of torch.
 
-    The source is the tuple of a random tensor's arguments.
+    The source is the tuple of a random tensor's arguments. Results of affine functions are normal.
     """
 
     source: tuple[Tensor, Tensor, Settings, Tensor | None]
     function: Callable[[Tensor], Tensor]
     length: int
+    is_affine: bool
 
 
 class RandomTensor(Tensor):

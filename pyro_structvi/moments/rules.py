@@ -320,7 +320,9 @@ def _apply(name: str, call: Call) -> Any:
     elif name in NONLINEARITIES and isinstance(x, RandomTensor):
         read = NONLINEARITIES[name]
         closed = None if read is None else read(*args[1:], **kwargs)
-        found = propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
+        found = _of_same_elements(call)
+        if found is None:
+            found = propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
     elif any(each.settings.linearize for each in random_among(call)):
         return linearized(call)
     else:
@@ -375,7 +377,8 @@ _LINEAR = {
     *("mul", "rmul", "multiply", "div", "truediv", "divide", "neg", "negative"),
 }
 # Functions of single elements, of two tensors or of one.
-_OF_TWO = {"add", "radd", "sub", "subtract", "rsub", "mul", "rmul", "multiply", "lerp"}
+_PRODUCTS = {"mul", "rmul", "multiply", "lerp"}
+_OF_TWO = {"add", "radd", "sub", "subtract", "rsub", *_PRODUCTS}
 _OF_ONE = {
     *(*_OF_TWO, *NONLINEARITIES, "div", "truediv", "divide", "neg", "negative"),
     *("clone", "contiguous", "detach", "to", "float", "double", "where", "masked_fill"),
@@ -402,20 +405,28 @@ def _keep_weight(call: Call, found: Any) -> None:
 
 
 def _of_same_elements(call: Call) -> RandomTensor | None:
-    """Return the moments of a sum or product of two functions of the same elements, by quadrature.
+    """Return the moments of a function of single elements by quadrature over their source.
 
-    As in ``x * x.sigmoid()``. None for a call of one random tensor, or for functions of different
-    elements.
+    Of a sum or product of two functions of the same elements, as in ``x * x.sigmoid()``, and of a
+    nonlinear function of a nonlinear function, as in ``x.tanh() ** 2``. None for other calls.
     """
-    x, *others = random_among(call)
-    if len(others) != 1 or others[0] is x:
+    functions = [_as_function(each) for each in random_among(call)]
+    is_of_one = all(each is functions[0] for each in functions)
+    if is_of_one and (functions[0].is_affine or _is_affine(call)):
         return None
-    if _as_function(x).source is not _as_function(others[0]).source:
+    if any(each.source is not functions[0].source for each in functions):
         return None
     composed = _composed(call)
     found = propagate(composed.function, None, RandomTensor(*composed.source))
     found.of_elements = composed
     return found
+
+
+def _is_affine(call: Call) -> bool:
+    """Whether a function of single elements is affine in its random arguments."""
+    name = name_of(call.function).removesuffix("_")
+    is_of_one = len([*random_among(call)]) == 1
+    return name not in NONLINEARITIES and (is_of_one or name not in _PRODUCTS)
 
 
 def _keep_elements(call: Call, found: RandomTensor) -> None:
@@ -434,7 +445,8 @@ def _as_function(x: RandomTensor) -> ElementFunction:
     loc = x.loc  # raises where its memory has changed
     if x.of_elements is None:
         source = loc, x.variance, x.settings, x.covariance
-        x.of_elements = ElementFunction(source, Tensor.clone, 0)  # a copy, for operations in place
+        copy = Tensor.clone  # for operations in place
+        x.of_elements = ElementFunction(source, copy, 0, is_affine=True)
     return x.of_elements
 
 
@@ -443,7 +455,9 @@ def _composed(call: Call) -> ElementFunction:
     inner = {id(each): _as_function(each) for each in random_among(call)}
     apply = call.replayed({key: each.function for key, each in inner.items()})
     first, *_ = inner.values()
-    return ElementFunction(first.source, apply, 1 + max(each.length for each in inner.values()))
+    is_affine = _is_affine(call) and all(each.is_affine for each in inner.values())
+    length = 1 + max(each.length for each in inner.values())
+    return ElementFunction(first.source, apply, length, is_affine)
 
 
 RandomTensor.moments_of_call = staticmethod(moments_of_call)

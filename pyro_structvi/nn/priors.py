@@ -275,7 +275,8 @@ def _whole_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
         raise ValueError(
             f"The prior for '{name}' must be over single elements, or over all of them with the event "
             f"shape {tuple(parameter.shape)}, but got batch shape {tuple(prior.batch_shape)} and event "
-            f"shape {tuple(prior.event_shape)}. Write `.to_event()`, or reshape its arguments."
+            f"shape {tuple(prior.event_shape)}. Write `.to_event()`, or reshape its arguments; the "
+            "posterior of a weight with its bias is no prior of one, so fit it with `join_bias=False`."
         )
     if not tensors_of(prior):
         raise TypeError(

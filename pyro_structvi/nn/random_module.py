@@ -255,7 +255,8 @@ def _check_plates(module: nn.Module, own: Mapping[str, Tensor]) -> None:
             f"The net must not be called inside of the plate '{plate}', where each example would have "
             f"draws of its own of {new}. Call it in front of the plate, `f = net(x)` and then "
             f"`with pyro.plate('{plate}', ...):`, or between two blocks of the plate. For one net per "
-            "member of a plate at `dim=-2` take `pyro_structvi.nn.likelihood.run_in_plates`."
+            "member of a plate at `dim=-2` write `run_in_plates(net, lambda: net(x))[0]`, a function of "
+            "`pyro_structvi.nn.likelihood`."
         )
 
 

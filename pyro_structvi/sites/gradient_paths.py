@@ -106,7 +106,7 @@ def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) 
             f"The observations depend on the sites {wrong}, and no gradient leads back to them: the "
             "model uses them under `torch.no_grad()`, by `detach()`, or in an operation without a "
             "gradient. Their posteriors would go to their priors. Let gradients through, or leave these "
-            'weights out, as by `bayesianize(net, prior={"name": None, "*": 1.0})`.'
+            'weights out, as by `bayesianize(net, prior={"name": None, "*": 1.0})` by the net\'s names.'
         )
 
 

@@ -195,6 +195,7 @@ class FullCovariance(MemoryLimitedFamily):
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
     def fits(self, site: LatentSite) -> bool:
+        """Whether the site is a real event with at least one dimension."""
         return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:

@@ -318,6 +318,7 @@ class LowRank(MatrixFamily):
             )
 
     def fits(self, site: LatentSite) -> bool:
+        """Whether the site is a real event with at least one dimension."""
         return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:

@@ -64,7 +64,8 @@ class MixtureGuide(StructuredGuide):
         weights: Their weights ``(K,)``, which sum to 1; draws and medians by other ones are an error.
 
     Raises:
-        TypeError: If ``make_guide`` does not return a guide of this package.
+        TypeError: If ``make_guide`` does not return a guide of this package, or ``starts`` is not a
+            mixture.
         ValueError: If ``starts`` has another number of members; in training, if members of different
             families or options are to run in one pass.
         RuntimeError: In training, if the net cannot be vectorized.
@@ -98,10 +99,15 @@ class MixtureGuide(StructuredGuide):
         starts: Any = None,
     ) -> None:
         OwningAutoGuide.__init__(self, model, None, None)
-        if starts is not None and getattr(starts, "num_members", None) != size:
+        if starts is not None and not isinstance(starts, MixtureGuide):
+            raise TypeError(
+                "`starts` must be a fitted mixture, one guide for each member, but got "
+                f"{brief(starts)}. Fit an `EnsembleGuide(model, size={size})`."
+            )
+        if starts is not None and starts.num_members != size:
             raise ValueError(
                 f"`starts` must be a mixture of {size} guides, one for each member, but got "
-                f"{brief(starts)}. Pass `size={getattr(starts, 'num_members', 1)}`."
+                f"{brief(starts)}. Pass `size={starts.num_members}`."
             )
         self.vectorize = vectorize
         self._starts = None if starts is None else [each.median() for each in starts.members]

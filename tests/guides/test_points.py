@@ -364,6 +364,8 @@ def test_what_is_refused():
     model, ensemble = mixture(ps.MAPGuide)
     with pytest.raises(ValueError, match="`starts` must be a mixture of 2 guides"):
         mixture(ps.MeanFieldGuide, model, 2, starts=ensemble)
+    with pytest.raises(TypeError, match=r"`starts` must be a fitted mixture.*but got a MAPGuide"):
+        mixture(ps.MeanFieldGuide, model, 1, starts=ps.MAPGuide(model))
     with pytest.raises(ValueError, match="weigh_by_stacking"):
         ps.weigh_by_bound(model, ensemble, *regression_data())
     guide = ps.MixtureGuide(linear_function, ps.MeanFieldGuide, 2)
