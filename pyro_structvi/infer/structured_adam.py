@@ -188,7 +188,7 @@ class StructuredAdam(torch.optim.Optimizer):
                     "`parameter.data = parameter.data.contiguous()`."
                 )
             has_size = value.dim() > 1 and value.numel()
-            size = float(value.detach().square().mean().sqrt()) if has_size else 0.0
+            size = float(_as_real(value.detach()).square().mean().sqrt()) if has_size else 0.0
             unit, waits, factor = size or POINT_UNIT, False, self._share
             start = place if value not in self._held and value.dim() > 1 else None
             if value in self._held:
@@ -320,6 +320,10 @@ class StructuredAdam(torch.optim.Optimizer):
                     state[prefix + name] = torch.zeros_like(gradient)
                 tensors.append(state[prefix + name])
         beta1, beta2 = group["betas"]
+        moved, gradients, averages, squares = (
+            [_as_real(each) for each in tensors]
+            for tensors in (moved, gradients, averages, squares)
+        )
         adam(
             *(moved, gradients, averages, squares, [], steps),
             fused=True,
@@ -354,6 +358,11 @@ def _correlated_means(
 def _normal_around(posterior: SitePosterior, name: str) -> Any:
     """Return the present Gaussian of a posterior whose mean has a name."""
     return posterior() if name == "loc" else posterior().inducing
+
+
+def _as_real(value: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, whose memory they share."""
+    return torch.view_as_real(value) if value.is_complex() else value
 
 
 def _at_most(size: float | Tensor, move: Tensor) -> Tensor:

@@ -93,6 +93,26 @@ def test_gradients_are_clipped_beside_a_parameter_in_half_precision(dtype):
     assert moves[1] / moves[0] == pytest.approx(3.0, rel=0.05)
 
 
+def test_complex_parameters_move_as_pairs_of_real_ones():
+    """Points of a net of Fourier modes, whose updates the fused kernel does not have."""
+    start, bias = torch.randn(4, 3, 2), torch.randn(3, 2)
+    target = torch.randn(4, 3, dtype=torch.complex128)
+    found = []
+    for as_given in (torch.clone, lambda value: torch.view_as_complex(value.clone())):
+        parameters = [nn.Parameter(as_given(start)), nn.Parameter(as_given(bias))]
+        optimizer = make_optimizer(*parameters)
+        optimizer.param_groups[1]["unit"] = 0.1  # of a row of pairs, which is a vector as complex
+        for _ in range(5):
+            optimizer.zero_grad()
+            first, last = (p if p.is_complex() else torch.view_as_complex(p) for p in parameters)
+            ((first - target).abs().square().sum() + (first * last).real.sum()).backward()
+            optimizer.step()
+        found.append([
+            p.data if p.is_complex() else torch.view_as_complex(p.data) for p in parameters
+        ])
+    torch.testing.assert_close(*found)
+
+
 def test_options_that_it_does_not_have_are_refused():
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = make_optimizer(first)
