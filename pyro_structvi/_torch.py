@@ -167,6 +167,11 @@ def is_householder(parametrization: Any) -> bool:
     return is_orthogonal and bool(parametrization.orthogonal_map.name == "householder")
 
 
+def forget_parametrizations() -> None:
+    """Clear the values that torch's ``parametrize.cached()`` keeps, which are of a former draw."""
+    nn.utils.parametrize._cache.clear()
+
+
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks around a module's forward pass, such as ``weight_norm``'s."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]

@@ -245,19 +245,28 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Lookup | None:
-    """Read a lookup, or None where it changes the weight's gradient.
+    """Read a lookup, or None where it changes the weight's gradient."""
+    _check_max_norm(max_norm)
+    if weight.dim() != 2 or scale_grad_by_freq:
+        return None
+    return Lookup(input, weight, padding_idx)
 
-    Raises:
-        ValueError: If it would write into the weight, unseen by gradients.
-    """
+
+def _embedding_bag(
+    input: Any, weight: Any, *args: Any, max_norm: float | None = None, **options: Any
+) -> None:
+    """Check a sum of lookups, which takes a sample of the weight."""
+    if has_torch_function_unary(weight):
+        _check_max_norm(max_norm)
+
+
+def _check_max_norm(max_norm: float | None) -> None:
+    """Raise a ``ValueError`` if a lookup would write into the weight, unseen by gradients."""
     if max_norm is not None:
         raise ValueError(
             f"`max_norm` of an embedding must be None where its weight is random, but got {max_norm}: "
             "it writes into draws, and gradients do not see that. Clip the rows that it returns."
         )
-    if weight.dim() != 2 or scale_grad_by_freq:
-        return None
-    return Lookup(input, weight, padding_idx)
 
 
 # A reader takes the arguments of the call, and may return None.
@@ -270,6 +279,7 @@ _READERS: dict[Callable[..., Any], Callable[..., Call | None]] = {
         for each in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     },
     F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
     arranged_linear: _arranged_linear,
 }
 
@@ -393,7 +403,7 @@ def _einsum(equation: str, *operands: Any) -> Tensor | None:
     inputs = x.permute([ours.index(i) for i in (*examples, *stack, *rest)])
     inputs = inputs.reshape(*inputs.shape[: len(examples) + len(stack)], -1)
     outputs = arranged_linear(inputs, weight, None, arrangement)
-    outputs = outputs.reshape(*outputs.shape[:-1], *outs)
+    outputs = outputs.reshape((*outputs.shape[:-1], *outs))
     found = [*examples, *stack, *out]
     return outputs.permute([found.index(i) for i in result])
 

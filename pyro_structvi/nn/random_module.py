@@ -26,6 +26,7 @@ from pyro_structvi._pyro import (
 from pyro_structvi._torch import (
     METADATA,
     after_backward,
+    forget_parametrizations,
     forward_hooks,
     has_overlap,
     inside_backward,
@@ -236,6 +237,7 @@ def _sample_declared(module: PyroModule, args: Any) -> None:
         own = _PassValues(own)
         keep_values_in(module, own)
     own.effects.begin(module)
+    forget_parametrizations()
     for part in random_modules(module):
         _check_plates(part, own)
         read_declared(part)
@@ -255,8 +257,7 @@ def _check_plates(module: nn.Module, own: Mapping[str, Tensor]) -> None:
             f"The net must not be called inside of the plate '{plate}', where each example would have "
             f"draws of its own of {new}. Call it in front of the plate, `f = net(x)` and then "
             f"`with pyro.plate('{plate}', ...):`, or between two blocks of the plate. For one net per "
-            "member of a plate at `dim=-2` write `run_in_plates(net, lambda: net(x))[0]`, a function of "
-            "`pyro_structvi.nn.likelihood`."
+            "member of a plate at `dim=-2` use `pyro_structvi.nn.likelihood.run_in_plates(net, ...)[0]`."
         )
 
 

@@ -104,6 +104,13 @@ def test_a_transposed_weight_draws_the_outputs_of_each_row(call, structure):
     assert_close(found.covariance, covariance_of_outputs(function, x, q) * same_row)
 
 
+def test_an_inner_product_with_a_weight_is_one_output():
+    x, q = torch.randn(IN, OUT), TRANSPOSABLE["mean field"](IN, OUT)
+    found = unit_draws(lambda: torch.einsum("io,io->", x, lazy(q)))
+    assert_close(found.mean, (x * q.mean).sum())
+    assert_close(found.covariance.squeeze(), (x.square() * q.variance).sum())
+
+
 def in_two_products(x, w):
     """Return what ``grouped_mm`` does, which torch has in single precision only."""
     return torch.cat([x[:STACK] @ w[0], x[STACK:] @ w[1]])

@@ -184,6 +184,8 @@ def test_a_norm_that_is_written_into_the_weight_is_refused(kind):
     for weight in (lazy(), CountedWeight(torch.zeros(MATRIX), SiteUse("w"))):
         with pytest.raises(ValueError, match=r"`max_norm` .* None where its weight is random"):
             F.embedding(INDEX, weight, max_norm=0.5)
+        with pytest.raises(ValueError, match=r"`max_norm` .* None where its weight is random"):
+            F.embedding_bag(INDEX, weight, max_norm=0.5)
 
 
 SERVED_GUIDES = ("mean field", "k-tied", "rowwise", "low rank")

@@ -3,6 +3,7 @@
 import abc
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pyro.poutine as poutine
 import pytest
@@ -230,6 +231,19 @@ def test_copies_after_a_pass(make_net, make):
     given = [poutine.condition(each, draw)(x) for each in (model, other)]
     assert torch.equal(*given)
     other.net.load_state_dict(model.net.state_dict())
+
+
+def test_each_draw_has_its_own_weight_where_torch_caches_parametrizations():
+    model, guide = model_of(nn.utils.parametrizations.weight_norm(nn.Linear(3, 1)))
+    x, y = regression_data()
+    guide.initialize(x, y)
+    found = []
+    for caches in (nullcontext, nn.utils.parametrize.cached):
+        torch.manual_seed(0)
+        with caches():
+            drawn = ps.predict(model, guide, x, num_samples=3).functions
+            found.append((drawn, ps.StructuredELBO(num_particles=3).loss(model, guide, x, y)))
+    torch.testing.assert_close(*found)
 
 
 class CountsCalls(nn.Linear):
