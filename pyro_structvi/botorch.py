@@ -96,8 +96,9 @@ class StructuredModel(EnsembleModel):
         check_shape("data[1]", y, (len(x), y.shape[-1]), "that of the inputs")
         draws, weights = _draws_of(posterior, num_draws)
         super().__init__(weights)
-        self.guide = None if isinstance(posterior, Mapping) else posterior
+        # A copy of a guide is made of a copied model only if that is copied before.
         self.model, self.data = model, (x, y)
+        self.guide = None if isinstance(posterior, Mapping) else posterior
         self.train_inputs = (x,)
         self._num_outputs = y.shape[-1]
         self.draws = {name: each.detach() for name, each in draws.items()}

@@ -1,5 +1,7 @@
 """Posteriors as models of BoTorch."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -211,6 +213,12 @@ def test_conditioning_fits_a_copy_to_all_data():
     assert torch.equal(model.posterior(x).values, values)
     assert all(torch.equal(before[name], each) for name, each in model.guide.state_dict().items())
     assert other.num_draws == 6
+
+
+def test_a_copy_is_conditioned():
+    model = copy.deepcopy(make())
+    other = model.condition_on_observations(torch.rand(3, 2), torch.ones(3, 1), num_steps=1)
+    assert other.guide.model is other.model is not model.model
 
 
 def test_an_interrupt_ends_conditioning():

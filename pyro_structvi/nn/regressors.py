@@ -94,7 +94,7 @@ class Regressor(Likelihood):
         non-Gaussian panel data based on skew-t distributions", for the prior of degrees of freedom.
     """
 
-    __constants__: ClassVar = ["df", "is_heteroscedastic"]
+    __constants__: ClassVar = ["df", "is_heteroscedastic", "noise_floor"]
 
     @checked
     def __init__(

@@ -381,6 +381,7 @@ class ByHand(PyroModule):
 
 
 OF_DF = {"noise": 0.5, "df": 4}
+FLOOR = {"noise": "heteroscedastic", "noise_floor": 0.5}
 TOKENS = {"kind": ps.TokenClassifier}
 SCALES, LAPLACE = ps.HierarchicalScale(dist.HalfCauchy(1.0)), dist.Laplace(0.0, 1.0)
 
@@ -390,6 +391,11 @@ SCALES, LAPLACE = ps.HierarchicalScale(dist.HalfCauchy(1.0)), dist.Laplace(0.0, 
     [
         (OF_DF, {"noise": 0.5, "df": 5.0}, "'model' has df 4.0 in the file and 5.0 here"),
         (OF_DF, {"noise": 0.5}, "'model' has df 4.0 in the file and None here"),
+        (
+            FLOOR,
+            FLOOR | {"noise_floor": 0.1},
+            "'model' has noise_floor 0.5 in the file and 0.1 here",
+        ),
         (
             TOKENS,
             {"kind": ps.Classifier},
