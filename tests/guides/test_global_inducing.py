@@ -489,3 +489,17 @@ def test_a_part_of_a_list_of_guides_and_sites_of_single_examples_are_refused():
     guide = ps.GlobalInducingGuide(local_latent_function, 3)
     with pytest.raises(ValueError, match="belong to single examples"):
         guide.initialize(torch.randn(5, 3), torch.randn(5))
+
+
+def test_draws_are_those_of_evaluation_mode_after_training():
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 1))
+    model = ps.Regressor(ps.bayesianize(net, normalization=False), 12, 0.3)
+    guide = ps.GlobalInducingGuide(model, torch.randn(4, 3))
+    guide.initialize(torch.randn(12, 3), torch.randn(12, 1))
+    found = []
+    for mode in (True, False):
+        model.train(mode)
+        torch.manual_seed(0)
+        found.append([guide.median(), guide.draw()])
+        assert model.training == mode
+    torch.testing.assert_close(*found)

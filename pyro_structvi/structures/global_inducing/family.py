@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -20,7 +21,7 @@ from pyro_structvi.linalg.matrices import autocast_off, identity_like
 from pyro_structvi.maps.calls import Application, Call
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import MatrixFamily
-from pyro_structvi.sites.finding import buffers_kept
+from pyro_structvi.sites.finding import buffers_kept, in_evaluation, modules_of
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.site_posterior import Coupling, How, SitePosterior, median_of
 from pyro_structvi.structures.matrix_normal import MatrixNormal
@@ -267,7 +268,10 @@ class Propagation(Coupling):
                 own.append(each)
             else:
                 others |= each.site.split(note(name, at[name]))
-        Run(own, lambda name, rows: note(name, at[name].condition(rows)), others).run(model, inputs)
+        run = Run(own, lambda name, rows: note(name, at[name].condition(rows)), others)
+        # A draw is for predictions, also after training.
+        with nullcontext() if how == "sample" else in_evaluation(modules_of(model)):
+            run.run(model, inputs)
         return found
 
 
