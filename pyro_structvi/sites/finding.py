@@ -169,6 +169,8 @@ def find_sites_by_running(
     recorder = _SiteRecorder()
     with trial_run(model):
         recorder.run(model, args, kwargs)
+    for counted in recorder.counted.values():
+        counted.check_unchanged()
     declared = find_declared_sites(unwrapped(model))
     reasons = {found.use.eager_reason for found in recorder.found.values()} - {""}
     for name, found in recorder.found.items():
@@ -220,6 +222,7 @@ class CountedWeight(WeightPlaceholder):
     """A value that counts the calls it is an argument of, in its use."""
 
     _value: Tensor
+    _copy: Tensor
     _counts: Counter[int | None]
     num_examples: set[int]
     is_indexed: bool
@@ -228,7 +231,8 @@ class CountedWeight(WeightPlaceholder):
     def __new__(cls, value: Tensor, use: SiteUse) -> Self:
         use.count = 0
         own = {"_counts": Counter(), "num_examples": set(), "is_indexed": False, "num_lookups": 0}
-        return cls._make(value, value.shape, use, _value=value, **own)
+        copy = value.detach().clone()
+        return cls._make(value, value.shape, use, _value=value, _copy=copy, **own)
 
     def draw(self) -> Tensor:
         self.add_use(None)
@@ -243,6 +247,15 @@ class CountedWeight(WeightPlaceholder):
 
     def item_of_stack(self, index: int) -> WeightPlaceholder:
         return _CountedItem(self, index)
+
+    def check_unchanged(self) -> None:
+        """Raise a ``ValueError`` if the model has written into the value."""
+        if not (self._copy.is_meta or torch.equal(self._value, self._copy)):
+            raise ValueError(
+                f"The model writes into the value of the site '{self.use.name}', past autograd, so that "
+                "its gradients and density would be those of another value. Compute the changed value, "
+                "such as `F.linear(x, self.weight * mask)` for `self.weight.data *= mask`."
+            )
 
     def add_use(self, index: int | None) -> None:
         """Count a use of the whole value, or of one weight of a stack; the most used weight decides.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_structvi import MeanFieldGuide, StructuredELBO
+from pyro_structvi import MeanFieldGuide, Regressor, StructuredELBO, bayesianize
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.sites.finding import CountedWeight
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
@@ -418,3 +418,34 @@ def test_the_positions_of_an_example_share_the_draw_of_the_bias(layer):
     )
     layer(x, bias := lazy(prior, "bias"))
     assert not bias.is_drawn
+
+
+WRITES = {
+    "data in place": lambda weight: weight.data.mul_(0.5),
+    "other data": lambda weight: setattr(weight, "data", weight.data / 2),
+    "without gradients": lambda weight: torch.no_grad()(weight.clamp_)(max=-9.0),
+    "a part": lambda weight: weight.data[0].zero_(),
+    "a transpose": lambda weight: weight.data.T.copy_(torch.ones(3, 2)),
+    "detached": lambda weight: weight.detach().fill_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_net_that_writes_into_its_weight_is_refused(write):
+    class Writing(torch.nn.Linear):
+        def forward(self, x):
+            WRITES[write](self.weight)
+            return super().forward(x)
+
+    model = Regressor(bayesianize(torch.nn.Sequential(Writing(3, 2))), noise_scale=0.1, num_data=4)
+    with pytest.raises(ValueError, match=r"writes into the value of the site 'net.0.weight'"):
+        MeanFieldGuide(model)(torch.ones(4, 3), torch.ones(4, 2))
+
+
+def test_a_net_may_read_the_data_of_its_weight():
+    class Reading(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x / self.weight.data.abs().max())
+
+    model = Regressor(bayesianize(torch.nn.Sequential(Reading(3, 2))), noise_scale=0.1, num_data=4)
+    MeanFieldGuide(model)(torch.ones(4, 3), torch.ones(4, 2))
