@@ -407,6 +407,8 @@ def _weighted_log_density(weights: Tensor, prediction: Prediction, y: Tensor) ->
 
 def scaler_of(columns: Array, weights: Array | None) -> StandardScaler:
     """Return the scaling of columns, to arrays whatever scikit-learn's ``transform_output`` is."""
+    if weights is not None:  # a column counts as constant by the sum of weights, too
+        weights = weights / weights.mean()
     return StandardScaler().set_output(transform="default").fit(columns, sample_weight=weights)
 
 

@@ -142,6 +142,11 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
             ValueError: If an argument is out of range, or holds NaN.
         """
         inputs, targets = validate_data(self, X, y, dtype=np.float64, order="C", y_numeric=True)
+        if targets.dtype.kind not in "biuf":
+            raise ValueError(
+                f"`y` must be numbers, but got dtype {targets.dtype}. Convert it, such as by "
+                "`y.astype(float)`, or fit a BayesianMLPClassifier to classes."
+            )
         weights = as_weights(sample_weight, inputs)
         inputs, targets, weights = with_weight(inputs, targets, weights)
         column = np.asarray(targets, dtype=np.float64).reshape(-1, 1)
