@@ -304,7 +304,7 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
 
 # ---- parts of models -----------------------------------------------------------------------------
 
-OF_TRAINING = {"dropout", "inplace", "momentum", "sparse", "training"}  # of torch's modules
+OF_TRAINING = {"dropout", "init", "inplace", "momentum", "sparse", "training"}  # of torch's modules
 SETTING = (int, float, str, tuple)
 EMPTY = ("Identity", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "Sequential")
 

@@ -499,9 +499,10 @@ def test_posteriors_that_were_replaced_have_their_new_families(tmp_path, change,
 
 def test_settings_of_training_may_differ_and_scales_are_those_of_the_file(tmp_path):
     shared = nn.ReLU()
-    model = make_small(activation=shared, last=[nn.Dropout(0.1), shared, nn.Identity()], noise=0.5)
+    last = [nn.PReLU(), nn.Dropout(0.1), shared, nn.Identity()]
+    model = make_small(activation=shared, last=last, noise=0.5)
     ps.save(tmp_path / "file", model, ps.MeanFieldGuide(model))
-    last = [nn.Identity(), nn.ReLU(), nn.Dropout(0.5), nn.Sequential()]
+    last = [nn.PReLU(init=0.1), nn.Identity(), nn.ReLU(), nn.Dropout(0.5), nn.Sequential()]
     other = make_small(activation=nn.ReLU(inplace=True), prior=2.0, last=last, noise=1.0).eval()
     other.num_data = 99
     ps.load(tmp_path / "file", other)
