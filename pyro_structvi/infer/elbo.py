@@ -226,10 +226,11 @@ class StructuredELBO(ELBO):
         except RuntimeError as error:
             # The model says itself what is wrong with one draw, too.
             terms_of(*self._get_trace(model, guide, args, kwargs), self.max_plate_nesting)
-            option = "vectorize_particles" if self.vectorize_particles else "vectorize"
+            of_objective = "`vectorize_particles=False` to the objective"
+            place = of_objective if self.vectorize_particles else "`vectorize=False` to the guide"
             raise RuntimeError(
                 "This model cannot run several draws of its weights in one pass: "
-                f"{str(error).splitlines()[0]} Pass `{option}=False` to run one after another."
+                f"{str(error).splitlines()[0]} Pass {place} to run one after another."
             ) from error
 
     def differentiable_loss(

@@ -107,7 +107,7 @@ def test_each_site_moves_the_outputs_and_is_drawn_only_where_it_must_be(case):
 
 def test_an_ensemble_that_cannot_train_in_one_pass_is_refused():
     model, data = case_of("LSTM").make()
-    with pytest.raises(RuntimeError, match="Pass `vectorize=False` to run one after another"):
+    with pytest.raises(RuntimeError, match="Pass `vectorize=False` to the guide to run one after"):
         ps.fit(model, ps.EnsembleGuide(model, 3), data, num_steps=1, progress=False)
 
 
